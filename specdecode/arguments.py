@@ -56,7 +56,9 @@ class Argument(NamedTuple):
 
 def in_float32(value: Any) -> Any:
     """Return values rounded to float32."""
-    return value.float() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64).float().item()
+    if isinstance(value, Tensor):
+        return value.float()
+    return torch.tensor(value, dtype=torch.float64, device="cpu").float().item()
 
 
 ARGUMENTS = {
@@ -123,23 +125,28 @@ ARGUMENTS = {
 """Every tensor that a call may be given; `draft_sampling` and `adjustments` are bundles of some of these."""
 
 
-class Options(TypedDict, total=False):
-    """The keyword arguments that padded and packed calls share."""
+class TreeOptions(TypedDict, total=False):
+    """The keyword arguments that all calls share."""
 
     temperature: Tensor | float
     top_k: Tensor | int | None
     top_p: Tensor | float | None
     min_p: Tensor | float | None
-    draft_sampling: Sampling | None
     seeds: Tensor | int | None
     positions: Tensor | None
-    draft_logsumexp: Tensor | None
-    draft_cutoff: Tensor | None
-    draft_vocab_ids: Tensor | None
     logprobs: Logprobs | None
     adjustments: Adjustments | None
     top_logprobs: int | None
     kept_sets: bool
+
+
+class Options(TreeOptions, total=False):
+    """The keyword arguments that padded and packed calls of chains share."""
+
+    draft_sampling: Sampling | None
+    draft_logsumexp: Tensor | None
+    draft_cutoff: Tensor | None
+    draft_vocab_ids: Tensor | None
 
 
 class Sizes(dict[str, int]):
@@ -166,8 +173,8 @@ def select(bundle: Bundle, **index: Any) -> Bundle:
             return type(value)(*map(indexed, value._fields, value))  # type: ignore[attr-defined]
         if not isinstance(value, Tensor):
             return value
-        argument = ARGUMENTS.get(name) or ARGUMENTS[name.removeprefix("draft_")]
-        if index.keys().isdisjoint(argument.dimensions):
+        argument = ARGUMENTS.get(name) or ARGUMENTS.get(name.removeprefix("draft_"))
+        if argument is None or index.keys().isdisjoint(argument.dimensions):
             return value
         return value[tuple([index.get(dimension, slice(None)) for dimension in argument.dimensions])]
 
@@ -198,11 +205,12 @@ def check_verification(
     slots: Tensor | None = None,
     row_positions: Tensor | None = None,
     vocab_size: int | None = None,
+    num_slots: int | None = None,
 ) -> VerificationBatch:
     """Build a batch from a caller's arguments; with `row_starts` they are those of a packed call.
 
     With `vocab_size`, the size of the whole vocabulary, target logits are a shard of it; draft logits are the same shard, or
-    whole rows.
+    whole rows. `num_slots` is the size of tensors by slot; None: that of the first of them.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -224,7 +232,7 @@ def check_verification(
         if row_positions is not None and positions is not None:
             raise ValueError("row_positions: given beside positions, which they replace")
         rows = target_logits, draft_token_ids, row_starts, num_draft_tokens
-        sizes, packing = check_packed(*rows, slots, row_positions, by_slot, vocab_size)
+        sizes, packing = check_packed(*rows, slots, row_positions, by_slot, vocab_size, num_slots)
 
     draft_vocab = check_draft_rows(draft_logits, draft_vocab_ids, target_logits.shape[-1], vocab_size, sizes)
     truncation = check_truncation(Sampling(temperature, top_k, top_p, min_p), sizes, sizes["vocab"])
@@ -319,30 +327,33 @@ def check_tree(
         TypeError: an argument of the wrong type or dtype, or one that trees do not take.
         ValueError: an argument of the wrong shape, device or value.
     """
-    for name in options:
-        if name.startswith("draft_"):
-            raise TypeError(f"{name}: trees are verified without the distribution of their drafts")
+    for name, value in options.items():
+        if name not in TreeOptions.__annotations__ and not (name in Options.__annotations__ and value is None):
+            raise TypeError(f"{name}: trees take no such argument; their drafts' distribution is not needed")
+    options = {name: value for name, value in options.items() if name in TreeOptions.__annotations__}
     check_bundle("adjustments", adjustments, Adjustments)
     check_type("token_ids", token_ids, INTEGERS)
-    if token_ids.ndim != 2 or token_ids.shape[1] == 0:
-        raise ValueError(
-            f"token_ids: expected shape [batch, nodes] with at least one node, got {list(token_ids.shape)}"
-        )
+    if token_ids.ndim != 2 or not 1 <= token_ids.shape[1] <= MOST_DRAFT_TOKENS + 1:
+        expected = f"shape [batch, nodes] with 1 to {MOST_DRAFT_TOKENS + 1} nodes"
+        raise ValueError(f"token_ids: expected {expected}, got {list(token_ids.shape)}")
     batch, nodes = token_ids.shape
+    num_slots = None
     if row_starts is None:
         if slots is not None:
             raise ValueError("slots: given without row_starts, which makes a call packed")
         shape = check_logits("target_logits", target_logits, ("batch", "nodes", "vocab"))
         if shape[:2] != (batch, nodes):
             raise ValueError(f"target_logits: expected shape {[batch, nodes, shape[2]]}, got {list(shape)}")
-        target_logits = target_logits.flatten(0, 1)
-        row_starts = nodes * torch.arange(batch + 1, device=target_logits.device)
         mask = None if adjustments is None else adjustments.allowed_mask
         if adjustments is not None and isinstance(mask, Tensor):
-            if mask.shape[:-1] != (batch, nodes):
-                expected = f"[{batch}, {nodes}, ...], a row for each node"
-                raise ValueError(f"adjustments.allowed_mask: expected shape {expected}, got {list(mask.shape)}")
+            words = -(-shape[2] // WORD)
+            if mask.shape != (batch, nodes, words):
+                raise ValueError(
+                    f"adjustments.allowed_mask: expected shape {[batch, nodes, words]}, got {list(mask.shape)}"
+                )
             adjustments = adjustments._replace(allowed_mask=mask.flatten(0, 1))
+        target_logits, num_slots = target_logits.flatten(0, 1), batch
+        row_starts = nodes * torch.arange(batch + 1, device=target_logits.device)
     else:
         check_logits("target_logits", target_logits, ("num_rows", "vocab"))
     no_drafts = torch.zeros(1, dtype=torch.int64, device=target_logits.device).expand(len(target_logits))
@@ -353,15 +364,16 @@ def check_tree(
         num_draft_tokens=nodes - 1,
         slots=slots,
         adjustments=adjustments,
+        num_slots=num_slots,
         **options,
     )
     if rows.num_requests != batch:
         raise ValueError(
             f"row_starts: expected shape [{batch + 1}], one more than requests, got {list(row_starts.shape)}"
         )
-    sizes = Sizes({"request": batch, "node": nodes}, target_logits.device)
-    if isinstance(parents, Tensor) and parents.ndim == 1:  # one tree for all requests
+    if isinstance(parents, Tensor) and parents.shape == (nodes,):  # one tree for all requests
         parents = parents.expand(batch, -1)
+    sizes = Sizes({"request": batch, "node": nodes}, target_logits.device)
     return TreeBatch(
         rows,
         check_argument("token_ids", token_ids, sizes),
@@ -423,18 +435,20 @@ def check_packed(
     row_positions: Tensor | None,
     by_slot: Mapping[str, object],
     vocab_size: int | None,
+    num_slots: int | None,
 ) -> tuple[Sizes, Packing]:
     """Raise unless rows, drafts and slots match; return the sizes of the call, and the place of each request.
 
     Args:
-        target_logits: as for a packed call, and so are the next five.
-        draft_token_ids: see there.
-        row_starts: see there.
-        num_draft_tokens: see there.
-        slots: see there.
-        row_positions: see there.
+        target_logits: as for a packed call.
+        draft_token_ids: as for a packed call.
+        row_starts: as for a packed call.
+        num_draft_tokens: as for a packed call.
+        slots: as for a packed call.
+        row_positions: as for a packed call.
         by_slot: the arguments that may be tensors by slot, by name.
         vocab_size: the size of the whole vocabulary, if the logits are a shard.
+        num_slots: the size of tensors by slot; None: that of the first of them.
     """
     num_rows, vocab = check_logits("target_logits", target_logits, ("num_rows", "vocab"), vocab_size)
     device = target_logits.device
@@ -449,7 +463,7 @@ def check_packed(
     sizes["request_end"] = batch + 1
     row_starts = check_argument("row_starts", row_starts, sizes)
     slots, row_positions = check_argument("slots", slots, sizes), check_argument("row_positions", row_positions, sizes)
-    name, sizes["slot"] = count_slots(by_slot, batch, slots)
+    name, sizes["slot"] = count_slots(by_slot, batch, slots) if num_slots is None else (None, num_slots)
     if name is None:
         slots = None  # not looked at
     if on_host(row_starts):
@@ -657,7 +671,7 @@ def check_lists(top_logprobs: int | None, kept_sets: bool, logprobs: str | None)
         return 0
     count = check_count("top_logprobs", top_logprobs, most=MOST_TOP_LOGPROBS, least=0)
     if count > 0 and logprobs is None:
-        raise ValueError("top_logprobs: given without logprobs, which says of which distribution they are")
+        raise ValueError("top_logprobs: needs logprobs='processed' or 'raw'")
     return count
 
 

@@ -12,6 +12,9 @@ from specdecode.adjustments import Adjustments
 Logprobs = Literal["processed", "raw"]
 """The distribution that log-probabilities are of: the one sampled from, or softmax(logits)."""
 
+TARGET_ONLY = frozenset({"strict"})
+"""The methods that read no draft rows. (`kernels.methods` says the same of kernels, `Method.reads_drafts`.)"""
+
 MOST_TOP_LOGPROBS = 20
 """The largest `top_logprobs`."""
 
@@ -153,7 +156,7 @@ class TreeOutput(NamedTuple):
     """[batch] bool: as in a [`SamplerOutput`][specdecode.SamplerOutput]."""
 
     logprobs: Tensor | None = None
-    """[batch, max_depth + 1] float32: as in a `SamplerOutput`, and so are the fields below."""
+    """[batch, max_depth + 1] float32: as in a `SamplerOutput`, like the fields below."""
 
     top_token_ids: Tensor | None = None
     """[batch, max_depth + 1, top_logprobs] int64."""
@@ -246,7 +249,7 @@ class VerificationBatch(NamedTuple):
 
     @property
     def without_draft_rows(self) -> "VerificationBatch":
-        """The batch as `"strict"` reads it."""
+        """The batch as a method of `TARGET_ONLY` reads it."""
         rows: dict[str, Any] = {name: None for name in self._fields if name.startswith("draft_")}
         return self._replace(**rows | {"draft_token_ids": self.draft_token_ids})
 
@@ -254,7 +257,7 @@ class VerificationBatch(NamedTuple):
         """Return the equivalent greedy batch if every target row keeps one token and no draft row matters."""
         if self.truncation is None or not self.truncation.keeps_one:
             return self
-        if self.draft_logits is not None and method != "strict":
+        if self.draft_logits is not None and method not in TARGET_ONLY:
             return self
         return self._replace(temperature=0.0, truncation=None, draft_temperature=None, draft_truncation=None)
 
@@ -266,6 +269,11 @@ class TreeBatch(NamedTuple):
     token_ids: Tensor  # [batch, nodes] int32 or int64
     parents: Tensor  # [batch, nodes] int32 or int64
     max_depth: int
+
+    @property
+    def num_rounds(self) -> int:
+        """The number of tokens that may be emitted, one more than the most drafts on a path."""
+        return min(self.max_depth, self.parents.shape[1] - 1) + 1
 
     @property
     def packing(self) -> Packing:

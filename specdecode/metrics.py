@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from specdecode.arguments import INTEGERS, MOST_DRAFT_TOKENS, check_count, check_tensor, shown
-from specdecode.batch import SamplerOutput
+from specdecode.batch import SamplerOutput, TreeOutput
 
 _LOCK = threading.Lock()
 """Held while counters are made or changed. One for all statistics, because an object that has a lock cannot be copied."""
@@ -80,20 +80,21 @@ class AcceptanceStats:
         except (RuntimeError, TypeError, AssertionError) as error:  # PyTorch without CUDA fails an assertion
             raise ValueError(f"device: expected a device that PyTorch can use here, got {shown(device)}") from error
 
-    def update(self, output: SamplerOutput, num_tokens: torch.Tensor | None = None) -> None:
+    def update(self, output: SamplerOutput | TreeOutput, num_tokens: torch.Tensor | None = None) -> None:
         """Count one verification step, without synchronising.
 
         In a captured CUDA graph every replay counts its step again.
 
         Args:
-            output: what the sampler returned, for at most `num_draft_tokens` draft tokens per request.
+            output: the result of a verification of at most `num_draft_tokens` draft tokens per request, or of trees that
+                are no deeper.
             num_tokens: [batch] int32 or int64, on the device of the output: how many of the emitted tokens each request
                 keeps, for example up to a stop token. More than were emitted means all of them. A step emits at least one
                 token, so 0 or less means that the request had ended before the step: then neither it nor its draft tokens
                 are counted. None = all emitted tokens.
 
         Raises:
-            TypeError: `output` is not a SamplerOutput, or `num_tokens` is not a tensor of such integers.
+            TypeError: `output` is not a SamplerOutput or a TreeOutput, or `num_tokens` is not a tensor of such integers.
             ValueError: `output` holds more draft tokens than `num_draft_tokens`, or is not where the counters are;
                 `num_tokens` has another shape or is on another device.
             RuntimeError: there are no counters yet and a CUDA graph is being captured.
@@ -113,7 +114,7 @@ class AcceptanceStats:
             >>> stats.acceptance_length, stats.accepted_tokens, stats.draft_tokens
             (3.0, 3, 5)
         """
-        if not isinstance(output, SamplerOutput):
+        if not isinstance(output, SamplerOutput | TreeOutput):
             raise TypeError(f"output: expected a SamplerOutput, got {type(output).__name__}")
         width = output.token_ids.shape[1] - 1
         if width > self.num_draft_tokens:

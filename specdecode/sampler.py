@@ -11,6 +11,7 @@ from specdecode.arguments import (
     MOST_DRAFT_TOKENS,
     MOST_SIBLINGS,
     Options,
+    TreeOptions,
     check_choice,
     check_count,
     check_rows,
@@ -19,7 +20,7 @@ from specdecode.arguments import (
     select,
 )
 from specdecode.backends import Backend, breaks_graph
-from specdecode.batch import Logprobs, SamplerOutput, Sampling, TreeOutput, VerificationBatch
+from specdecode.batch import TARGET_ONLY, Logprobs, SamplerOutput, Sampling, TreeOutput, VerificationBatch
 from specdecode.drafting import DraftOutput, draw
 from specdecode.noise import SELECT, draft_domains
 from specdecode.sharding import VocabShard, check_shard
@@ -350,28 +351,29 @@ class RejectionSampler:
         max_depth: int,
         row_starts: Tensor | None = None,
         slots: Tensor | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[TreeOptions],
     ) -> TreeOutput:
         """Verify one tree of drafts for each request, by the walk: follow the child that is the target's own token.
 
         The target's own token at a node is drawn with the noise of its position, as in [`sample`][specdecode.sample]. So the
         text is that of plain seeded sampling, token for token, whatever the tree is and however it was drawn, cut or
-        reordered; no distribution of the drafts is needed. Only rows of accepted nodes and of node 0 are read. Of `method`
-        `"strict"` alone; requests of temperature 0 are greedy.
+        reordered; no distribution of the drafts is needed. Only the rows of node 0 and of accepted nodes can change the
+        result; large batches read no others. Only `"strict"` verifies trees; requests of temperature 0 are greedy.
 
         Args:
             target_logits: [batch, nodes, vocab] raw logits: row n is the target's distribution of the token after node n.
-                In a packed call [num_rows, vocab], node n of request r at row `row_starts[r] + n`.
+                In a packed call [num_rows, vocab], node n of request r at row `row_starts[r] + n`. Padded logits are copied
+                if rows of all requests do not lie at one distance in memory.
             token_ids: [batch, nodes] int32 or int64. Node 0 is the last token of the text, its id is not looked at. A node
-                whose id is outside the vocabulary, such as -1, is padding, and so are the nodes after it.
+                whose id is outside the vocabulary, such as -1, is padding, and so are its descendants.
             parents: [batch, nodes] int32 or int64, or [nodes] for all requests: the node before each node, in any order. A
                 node whose parent is -1 or no node is padding; the entry of node 0 is not looked at. Of equal siblings the
                 lowest node counts.
             max_depth: the most drafts that can be accepted; the number of rounds is one more.
             row_starts: [batch + 1] int32 or int64, of a packed call.
             slots: [batch] int32 or int64, of a packed call, as in [`packed`][specdecode.RejectionSampler.packed].
-            **options: keyword arguments of a call, except those about drafts. `positions` are those of the first token after
-                node 0. `adjustments` count the drafts on the path to a row, and have a mask for each node.
+            **options: the keyword arguments of a call that do not concern draft logits. `positions` are those of the first
+                token after node 0. `adjustments` count the drafts on the path to a row, and have a mask for each node.
 
         Returns:
             Accepted drafts and nodes, and the one token after them.
@@ -395,8 +397,8 @@ class RejectionSampler:
         """
         if self.method != "strict":
             raise ValueError(
-                f"method: {self.method!r} verifies chains, since its rule needs siblings drawn from a known distribution; "
-                "use RejectionSampler('strict').tree, which is exact for every tree"
+                f"method: {self.method!r} verifies chains only, expected 'strict': "
+                "use RejectionSampler('strict').tree, which is exact for every tree and needs no distribution of drafts"
             )
         if self.shard is not None:
             raise ValueError(
@@ -405,7 +407,7 @@ class RejectionSampler:
         rows: Any = {"max_depth": max_depth, "row_starts": row_starts, "slots": slots}
         batch = check_tree(target_logits, token_ids, parents, **rows, **options)
         if self.validate is not None:
-            validation.check_step(batch.rows, None)
+            validation.check_tree(batch)
         batch = batch._replace(rows=batch.rows.greedy_if_alike(self.method))
         output: TreeOutput = backends.choose(self.backend, target_logits).verify_tree(batch)
         return output
@@ -500,7 +502,7 @@ class RejectionSampler:
 
     def _with_rows_read(self, batch: VerificationBatch) -> VerificationBatch:
         """Return a batch with the rows that the method reads."""
-        return batch.without_draft_rows if self.method == "strict" else batch
+        return batch.without_draft_rows if self.method in TARGET_ONLY else batch
 
     @property
     def _vocab_size(self) -> int | None:

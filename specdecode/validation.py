@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specdecode.batch import RowBatch, VerificationBatch
+from specdecode.batch import RowBatch, TreeBatch, VerificationBatch
+from specdecode.eager import tree
 from specdecode.eager.packed import IndexedRows, unpack
 from specdecode.sharding import VocabShard, all_gather
 
@@ -39,6 +40,16 @@ def check_step(batch: VerificationBatch, shard: VocabShard | None) -> None:
     if batch.draft_logits is not None:
         of_columns = shard if batch.draft_vocab_ids is None else None
         refuse_probabilities("draft_logits", batch.draft_logits, matters[:, 1:], of_columns)
+
+
+def check_tree(batch: TreeBatch) -> None:
+    """Raise if target logits are probabilities at all nodes that are not padding, as `check_step` does."""
+    walk, nodes = tree.start(batch), torch.arange(batch.parents.shape[1], device=batch.parents.device)
+    matters = walk.parents >= 0
+    matters[:, 0] = walk.row >= 0
+    last_row = max(0, len(batch.rows.target_logits) - 1)
+    rows = IndexedRows(batch.rows.target_logits, ((walk.first_row[:, None] + nodes).clamp(max=last_row),))
+    refuse_probabilities("target_logits", rows, matters, None)
 
 
 def check_rows(batch: RowBatch, shard: VocabShard | None) -> None:

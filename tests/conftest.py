@@ -5,7 +5,8 @@ import itertools
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -43,19 +44,35 @@ def combine(*axes: Sequence[Any]) -> list[tuple]:
     """
     if ON_GPU:
         return list(itertools.product(*axes))
-    sizes = [range(len(axis)) for axis in axes]
-    pairs = {
-        ((one, i), (two, j))
-        for one, two in itertools.combinations(range(len(axes)), 2)
-        for i, j in itertools.product(sizes[one], sizes[two])
+    return cover(axes, 2)
+
+
+def cover(axes: Iterable[Sequence[Any]], strength: int) -> list[tuple]:
+    """Return cases in which any `strength` values of different parameters are together at least once.
+
+    Each case starts with a missing combination. Every other parameter takes the value that is in the most missing
+    combinations with the values so far, of equal ones the value used least.
+    """
+    axes = list(axes)
+    missing = {
+        combination
+        for chosen in itertools.combinations(range(len(axes)), strength)
+        for combination in itertools.product(*[[(axis, i) for i in range(len(axes[axis]))] for axis in chosen])
     }
-    cases = []
-    while pairs:
-        # Of the combinations that hold the first missing pair, take the one that holds the most missing pairs.
-        first = min(pairs)
-        holders = (case for case in itertools.product(*sizes) if all(case[axis] == i for axis, i in first))
-        cases.append(max(holders, key=lambda case: len(pairs.intersection(itertools.combinations(enumerate(case), 2)))))
-        pairs.difference_update(itertools.combinations(enumerate(cases[-1]), 2))
+    cases, uses = [], Counter[tuple[int, int]]()
+    while missing:
+        case = list(min(missing))
+        for axis in set(range(len(axes))) - {axis for axis, _ in case}:
+            others = list(itertools.combinations(sorted(case), strength - 1))
+
+            def gain(value: tuple[int, int], others: list = others) -> tuple[int, int]:
+                return sum(tuple(sorted([*other, value])) in missing for other in others), -uses[value]
+
+            case.append(max([(axis, i) for i in range(len(axes[axis]))], key=gain))
+        case.sort()
+        uses.update(case)
+        missing.difference_update(itertools.combinations(case, strength))
+        cases.append(tuple(i for _, i in case))
     return [tuple(axis[i] for axis, i in zip(axes, case)) for case in sorted(cases)]
 
 
@@ -84,4 +101,10 @@ def pytest_report_header():
 @pytest.fixture(params=BACKENDS, ids="-".join)
 def place(request):
     """(backend, device) to run on."""
+    return request.param
+
+
+@pytest.fixture(params=[*BACKENDS, *[("triton", "cpu")] * (HAS_TRITON and not ON_GPU)], ids="-".join)
+def any_place(request):
+    """(backend, device) to run on, the kernels in the interpreter too."""
     return request.param

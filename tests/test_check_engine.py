@@ -1,5 +1,6 @@
 """The tool that compares verifications in engines, without them: SGLang's switch in its scheduler, and results of runs."""
 
+import argparse
 import json
 import sys
 from importlib.metadata import entry_points
@@ -34,6 +35,24 @@ def test_sglang_finds_the_plug_in_in_a_folder_on_the_path(tmp_path, monkeypatch)
     assert entry.load() is register
     assert entry.dist.name == "check-sglang"
     register()  # which does nothing without the variable
+
+
+def parsed(*arguments):
+    parser = argparse.ArgumentParser()
+    sglang_engine.add_arguments(parser)
+    return parser.parse_args(["--draft", "eagle", *arguments])
+
+
+@pytest.mark.parametrize(("arguments", "topk", "nodes"), [((), 1, 4), (("--tree", "4", "12"), 4, 12)])
+def test_sglang_is_started_with_chains_or_trees(arguments, topk, nodes):
+    given = sglang_engine.engine_arguments(parsed(*arguments))
+    assert given["speculative_num_steps"] == 3
+    assert (given["speculative_eagle_topk"], given["speculative_num_draft_tokens"]) == (topk, nodes)
+
+
+def test_drawn_trees_are_refused():
+    with pytest.raises(SystemExit, match=r"^--tree: expected no --drawn"):
+        sglang_engine.start(parsed("--drawn", "--tree", "4", "12"))
 
 
 # ---- In the scheduler ------------------------------------------------------------------------------------------------

@@ -1,16 +1,12 @@
-"""Drafters with only some of the target's tokens: the target's distribution, and what rows spread by hand give."""
-
-import random
-from contextlib import nullcontext
+"""Drafters with only some of the target's tokens: the target's distribution, equal logits, hostile ids, errors."""
 
 import pytest
 import torch
-from torch import Tensor
 
 from specdecode import RejectionSampler, Sampling
 from specdecode.eager.vocabulary import target_to_draft
 from tests.support.batches import verification_batch
-from tests.support.differential import case, like_a_device
+from tests.support.differential import like_a_device
 from tests.support.enumeration import (
     Case,
     decode,
@@ -23,7 +19,7 @@ from tests.support.enumeration import (
 )
 from tests.support.exactness import EXACT
 from tests.support.exactness import METHODS as REFERENCE
-from tests.support.packing import METHODS, assert_same, in_slots, packed_rows, sampler_of, with_counts
+from tests.support.packing import assert_same
 
 CASES = {
     "history": Case(history(1, 4), history(2, 2), (2,), 3, draft_vocab_ids=(3, 1)),
@@ -43,65 +39,6 @@ def test_the_joint_distribution_of_the_tokens_is_the_targets(method, name):
     tokens = marginal(joint, lambda outcome: outcome[0])
     assert total_variation(tokens, sequence_distribution(chosen.target, chosen.num_tokens)) < EXACT
     assert any(accepted[0] > 0 for _, accepted in joint), "no draft was ever accepted"
-
-
-def spread(draft_logits: Tensor, ids: Tensor, vocab: int) -> Tensor:
-    """Rows over the draft's tokens as rows over the target's."""
-    rows = draft_logits.new_full((*draft_logits.shape[:-1], vocab), -torch.inf)
-    rows[..., ids.long()] = draft_logits
-    return rows
-
-
-def pair_of(trial: int, vocab: int, size: int, place: tuple[str, str], draw: random.Random) -> tuple:
-    """A batch, what is said of its drafts, drawn over tokens of their own, and the same with rows spread by hand."""
-    batch = case(5, 3, vocab, draw.choice([torch.float32, torch.bfloat16, torch.float64]), seed=trial)
-    chosen = torch.randperm(vocab, generator=torch.Generator().manual_seed(trial))[:size]
-    draft_logits = batch.draft_logits[..., chosen].contiguous()
-    # Equal logits come in another order by hand; so all differ: what is then left is no matter of the order of ids.
-    draft_logits += torch.arange(size).to(draft_logits.dtype) / 64
-    draft_logits = draft_logits.argsort(-1).argsort(-1).to(draft_logits.dtype) / 8
-    if draw.random() < 0.3:
-        draft_logits[0, 0, 3], draft_logits[1, :, ::2], draft_logits[2, 1] = torch.inf, torch.nan, -torch.inf
-    limits: dict = draw.choice([{}, {"top_k": draw.choice([3, size, size + 3])}, {"top_p": 0.9, "min_p": 0.01}])
-    options = {**limits, "temperature": draw.choice([0.7, batch.temperature]), "seeds": batch.seeds}
-    narrow: dict = {"draft_logits": draft_logits, "draft_vocab_ids": chosen.to(draw.choice([torch.int32, torch.int64]))}
-    wide: dict = {"draft_logits": spread(draft_logits, chosen, vocab)}
-    drafter = sampler_of("probabilistic", place[0])
-    drafts = [drafter.draft(draft_logits[:, i], **options, positions=batch.positions + i) for i in range(3)]
-    token_ids = chosen[torch.stack([draft.token_ids for draft in drafts], 1)].masked_fill(batch.draft_token_ids < 0, -1)
-    token_ids[3, 0] = draw.choice([int(token_ids[3, 0]), draw.randrange(vocab)])  # which the draft may lack
-    if draw.random() < 0.5:
-        narrow["draft_logsumexp"] = wide["draft_logsumexp"] = torch.stack([draft.logsumexp for draft in drafts], 1)
-        if drafts[0].cutoff is not None:
-            narrow["draft_cutoff"] = cutoff = torch.stack([draft.cutoff for draft in drafts], 1)
-            wide["draft_cutoff"] = torch.where(cutoff < 0, -1, chosen[cutoff.clamp(min=0)])
-        elif limits.get("top_k", vocab) < vocab:  # all tokens of the draft, but not of the target
-            wide["draft_cutoff"] = torch.full((5, 3), -1)
-    elif draw.random() < 0.4:
-        narrow["draft_sampling"] = wide["draft_sampling"] = Sampling(draw.choice([1.3, 0.0]), draw.choice([None, 4]))
-    return batch, token_ids, options, narrow, wide
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_narrow_rows_give_bit_for_bit_what_rows_spread_by_hand_give(method):
-    place, sampler, accepted = ("eager", "cpu"), sampler_of(method), 0
-    for trial in range(24):
-        draw = random.Random(f"{method} {trial}")
-        vocab, size = draw.choice([(40, 13), (40, 40), (1100, 37), (3000, 1100)][: 3 + (trial == 8)])
-        batch, token_ids, options, narrow, wide = pair_of(trial, vocab, size, place, draw)
-        options |= {"positions": batch.positions, "logprobs": "processed"}
-        with draw.choice([nullcontext, nullcontext, like_a_device])():
-            expected = sampler(batch.target_logits, token_ids, **wide, **options)
-            assert_same(sampler(batch.target_logits, token_ids, **narrow, **options), expected)
-            counts, slots = [3, 2, 3, 1, 0], torch.tensor([6, 2, 0, 4, 1])
-            ragged = with_counts(type(batch)(**{**vars(batch), "draft_token_ids": token_ids}), counts)
-            expected = sampler(ragged.target_logits, ragged.draft_token_ids, **wide, **options)
-            by_call = "positions", "draft_vocab_ids"
-            every = {**narrow, **options}
-            by_slot = {n: v if n in by_call else in_slots(v, slots, 7) for n, v in every.items()}
-            assert_same(sampler.packed(**packed_rows(ragged, counts), slots=slots, **by_slot), expected)
-        accepted += int(expected.num_accepted.sum())
-    assert accepted > 0
 
 
 def test_of_equal_logits_the_drafts_ids_decide():

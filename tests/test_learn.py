@@ -14,7 +14,7 @@ from tests.support.examples import fences
 
 LEARN = Path(__file__).parent.parent / "docs" / "learn"
 SCRIPT = LEARN / "afternoon.py"
-ORDER = ["drafting", "accept-and-resample", "why-exact", "strict", "block", "truncation", "synthetic"]
+ORDER = ["drafting", "accept-and-resample", "why-exact", "strict", "block", "trees", "truncation", "synthetic"]
 SECTION = re.compile(r'--8<-- "docs/learn/afternoon\.py:([\w-]+)"')
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="not in a checkout")
 
@@ -28,16 +28,16 @@ def results():
 
 def test_every_solution_passes(results):
     passed = {title: passed for title, (passed, _) in results.items() if title.endswith("solution")}
-    assert len(passed) == 8
+    assert len(passed) == 9
     assert all(passed.values()), passed
 
 
 def test_every_skeleton_and_half_solution_fails(results):
     failed = {title: not passed for title, (passed, _) in results.items() if title.endswith(("skeleton", "half"))}
     assert failed.pop("4. strict, skeleton") is False  # right and slow: the next test
-    assert len(failed) == 9
+    assert len(failed) == 10
     assert all(failed.values()), failed
-    assert not results["7. synthetic"][0]
+    assert not results["8. synthetic"][0]
 
 
 def test_the_drafts_that_a_method_accepts_tell_the_slow_skeleton_from_its_solution(results):

@@ -1,63 +1,19 @@
-"""A packed call gives each request, bit for bit, what the call with its rows padded gives it; bad places are refused."""
+"""Packed calls: errors that name the argument, fresh seeds, statistics, warm-up."""
 
-import random
 from dataclasses import replace
 
 import pytest
 import torch
 
-from specdecode import AcceptanceStats, RejectionSampler, SamplerOutput
+from specdecode import AcceptanceStats, RejectionSampler
 from tests.conftest import HAS_TRITON, ON_GPU
-from tests.support.differential import case, like_a_device
+from tests.support.differential import case
 from tests.support.packing import (
-    HOSTILE_SLOTS,
-    HOSTILE_STARTS,
-    METHODS,
     assert_same,
-    fed_positions,
-    in_one_slot,
-    in_slots,
-    is_sound,
-    numbers_of,
     packed_rows,
     sampler_of,
     with_counts,
 )
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_packed_is_padded_bit_for_bit(place, method):
-    for trial in range(25):
-        draw = random.Random(f"{method} {trial}")
-        requests, drafts = draw.choice([1, 2, 7]), draw.choice([0, 1, 3, 8])
-        dtype = draw.choice([torch.float32, torch.bfloat16, torch.float64])
-        batch = case(requests, drafts, draw.choice([40, 1100]), dtype, seed=trial).to(place[1])
-        counts = [draw.randint(0, drafts) for _ in range(requests)]
-        options = numbers_of(batch, draw, method, place)
-        batch, integers = with_counts(batch, counts), draw.choice([torch.int32, torch.int64])
-        rows, slots, num_slots = packed_rows(batch, counts, integers), None, requests + draw.choice([0, 3])
-        shared = draw.random() < 0.3
-        if draw.random() < 0.8:
-            chosen = [draw.randrange(num_slots) for _ in counts] if shared else draw.sample(range(num_slots), requests)
-            slots = torch.tensor(chosen, dtype=draw.choice([torch.int32, torch.int64]), device=place[1])
-            options = {
-                name: value if name == "positions" else in_one_slot(value, slots) for name, value in options.items()
-            }
-        where = torch.arange(requests, device=place[1]) if slots is None else slots
-        if options["positions"] is not None:
-            options["positions"] += 1  # so that a token was fed before
-        by_slot = {n: v if n == "positions" else in_slots(v, where, num_slots) for n, v in options.items()}
-        if draw.random() < 0.5 and (positions := by_slot.pop("positions")) is not None:
-            rows["row_positions"] = fed_positions(positions, rows)
-            rows["draft_token_ids"] = rows["draft_token_ids"][:-1]
-        sampler = sampler_of(method, place[0])
-        expected = sampler(batch.target_logits, batch.draft_token_ids, **options)
-        assert_same(sampler.packed(**rows, slots=slots, **by_slot), expected)
-        with like_a_device():
-            assert_same(
-                sampler.packed(**rows, slots=slots, **by_slot),
-                sampler(batch.target_logits, batch.draft_token_ids, **options),
-            )
 
 
 def eight_rows(device: str) -> dict:
@@ -71,30 +27,6 @@ def eight_rows(device: str) -> dict:
         "seeds": batch.seeds[:5],
         "num_draft_tokens": 3,
     }
-
-
-def of_request(output: SamplerOutput, request: int) -> list:
-    """One request's output; where it has no log-probability, the number 1, which none can be."""
-    return [field[request].nan_to_num(1).tolist() for field in output if field is not None]
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("starts", HOSTILE_STARTS, ids=str)
-@pytest.mark.parametrize("slots", HOSTILE_SLOTS, ids=str)
-def test_requests_whose_place_cannot_be_are_invalid_and_touch_no_others(place, method, starts, slots):
-    call, sampler = eight_rows(place[1]), sampler_of(method, place[0])
-    where = {"row_starts": torch.tensor(starts, device=place[1]), "slots": torch.tensor(slots, device=place[1])}
-    with like_a_device():
-        output = sampler.packed(**call, **where, logprobs="processed")
-        for request in range(7):
-            got = of_request(output, request)
-            if not is_sound(starts, slots, request):
-                assert got == [[0, -1, -1, -1], 0, 0, True, [0, 1, 1, 1]]
-                continue
-            alone = {name: value[[request]] for name, value in where.items() if name == "slots"}
-            its_rows = where["row_starts"][request : request + 2]
-            output_alone = sampler.packed(**call, **alone, row_starts=its_rows, logprobs="processed")
-            assert got == of_request(output_alone, 0)
 
 
 @pytest.mark.parametrize(
@@ -184,20 +116,6 @@ def test_without_slots_there_must_be_one_for_each_request():
     with pytest.raises(ValueError, match=r"^temperature: expected at least one slot, got 0"):
         slots = torch.zeros(6, dtype=torch.int64)
         sampler_of("block").packed(**{**call, "temperature": torch.ones(0), "draft_logits": None}, slots=slots)
-
-
-@pytest.mark.parametrize("num_rows", [0, 2])
-@pytest.mark.parametrize("method", METHODS)
-def test_requests_without_rows_and_batches_without_requests(place, method, num_rows):
-    target = torch.zeros(num_rows, 30, device=place[1])
-    ids, sampler = torch.zeros(num_rows, dtype=torch.int64, device=place[1]), sampler_of(method, place[0])
-    for requests in (0, 3):
-        starts = torch.zeros(requests + 1, dtype=torch.int32, device=place[1])
-        draft = torch.zeros(requests, 2, 30, device=place[1])
-        output = sampler.packed(target, ids, starts, draft, num_draft_tokens=2, seeds=0)
-        assert output.token_ids.tolist() == [[0, -1, -1]] * requests
-        assert output.num_tokens.tolist() == [1] * requests
-        assert output.invalid.tolist() == [True] * requests
 
 
 def test_seeds_that_are_not_given_are_drawn_for_each_request(place):

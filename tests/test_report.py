@@ -1,29 +1,21 @@
-"""The likeliest tokens and the kept sets of emitted rows: what they are, in the reference and in the eager backend."""
+"""The likeliest tokens and the kept sets of rows: the reference against fractions, ties, point masses, long lists."""
 
-from contextlib import nullcontext
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from reference import sampling
 from reference.sampling import Sampling
-from specdecode import Adjustments, RejectionSampler, SamplerOutput
-from tests.conftest import combine
-from tests.support.adjusted import adjusted_rows, adjustments_for, to
-from tests.support.differential import Case, case, like_a_device
-from tests.support.logprobs import hostile, verify
+from specdecode import RejectionSampler, SamplerOutput
 from tests.support.mutants import Mutant, assert_caught
-from tests.support.packing import METHODS, assert_same, packed_rows, sampler_of, with_counts
-from tests.support.report import assert_form, assert_right
-from tests.support.truncated import SCHEDULE, TRUNCATIONS, kept_tokens
+from tests.support.oracle import assert_equals_oracle
+from tests.support.truncated import kept_tokens
 
 NAN, INF = float("nan"), float("inf")
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The reference
@@ -93,152 +85,61 @@ def test_mistakes_in_the_reference_are_caught(mutant):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The eager backend
+# The package
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-ASKED = {"top_logprobs": 7, "kept_sets": True}
-
-
-@pytest.mark.parametrize(
-    ("method", "of", "options", "dtype", "masked", "with_logits"),
-    combine(METHODS, ["processed", "raw"], ["nothing", *TRUNCATIONS], DTYPES, [False, True], [False, True]),
-)
-def test_lists_of_emitted_rows_are_the_references(method, of, options, dtype, masked, with_logits):
-    batch, options = hostile(case(6, 3, 1040, dtype, seed=5)), {"nothing": {}, **TRUNCATIONS}[options]
-    with like_a_device() if masked else nullcontext():
-        output = verify(method, batch, "cpu", "eager", with_logits, **options, **ASKED, logprobs=of)
-    assert_right(output, batch, options, of, "eager")
-
-
-@pytest.mark.parametrize(
-    ("method", "of", "options", "masked"),
-    combine(METHODS, ["processed", "raw"], [{}, {"top_k": 9, "top_p": 0.9}], [False, True]),
-)
-def test_lists_of_adjusted_rows_are_of_the_adjusted_rows(method, of, options, masked):
-    batch = case(6, 3, 1040, torch.bfloat16, seed=5)
-    adjustments = adjustments_for(batch)
-    with like_a_device() if masked else nullcontext():
-        output = verify(method, batch, "cpu", "eager", **options, **ASKED, logprobs=of, adjustments=adjustments)
-    rows = adjusted_rows(batch, adjustments, batch.draft_token_ids)
-    assert_right(output, batch, options, of, "eager", rows)
-
-
-def test_what_is_asked_for_changes_nothing_else_and_is_absent_otherwise(place):
-    batch = case(6, 3, 1040, torch.float32, seed=5)
-    plain, with_lists = (
-        verify("block", batch, place[1], place[0], **more, top_p=0.9) for more in ({}, {"kept_sets": True})
-    )
-    assert plain[4:] == (None,) * 6
-    assert with_lists[4:7] == (None,) * 3
-    assert_same(with_lists._replace(num_kept=None, kept_token_ids=None, kept_cutoff=None), plain)
-    tops = [
-        verify("block", batch, place[1], place[0], top_p=0.9, logprobs="raw", top_logprobs=n) for n in (None, 0, 1, 20)
-    ]
-    assert [top.top_logprobs is None for top in tops] == [True, True, False, False]
-    assert tops[0][4] is not None
-    for top in tops[1:]:
-        assert_same(top._replace(top_token_ids=None, top_logprobs=None), tops[0])
-    assert torch.equal(tops[2].top_token_ids, tops[3].top_token_ids[..., :1])
-
-
-@pytest.mark.parametrize("of", ["processed", "raw"])
-def test_an_emitted_token_has_in_the_list_the_log_probability_that_is_returned_of_it(place, of):
-    batch = case(60, 2, 1500, torch.float32, greedy=0, seed=3)
-    output = verify("probabilistic", batch, place[1], place[0], top_p=0.8, logprobs=of, top_logprobs=20)
-    is_it = (output.top_token_ids == output.token_ids[..., None]) & (output.token_ids >= 0)[..., None]
-    assert is_it.any(-1).sum() > 50
-    emitted = output.logprobs[..., None].expand_as(is_it)[is_it]
-    torch.testing.assert_close(output.top_logprobs[is_it], emitted, rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_of_equal_logits_the_lowest_ids_come_first(place, temperature):
-    rows = torch.zeros(3, 1, 2049, device=place[1])
-    rows[1] = torch.where(torch.arange(2049) % 2 == 0, -0.0, 0.0)
-    rows[2, 0, [3, 1030, 2048]] = 2.0
-    drafts = torch.zeros(3, 0, dtype=torch.int64, device=place[1])
-    options = {"temperature": temperature, "logprobs": "raw", "top_logprobs": 5, "seeds": 0}
-    output = RejectionSampler("strict", backend=place[0])(rows, drafts, **options)
-    assert output.top_token_ids[:, 0].tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [3, 1030, 2048, 0, 1]]
-
-
-@pytest.mark.parametrize("of", ["processed", "raw"])
-def test_rows_that_are_point_masses_keep_one_token(place, of):
-    """The first +inf, or token 0 of a row without a finite logit; and a row may have fewer tokens than are asked for."""
-    rows = torch.zeros(4, 2, 5, device=place[1])
-    rows[0, :, [2, 3]], rows[1], rows[2, 0, 3], rows[3, 0, 0] = INF, NAN, NAN, -INF
-    drafts = torch.tensor([[3], [0], [1], [1]], device=place[1])
-    sampler = RejectionSampler("synthetic", backend=place[0], schedule=SCHEDULE.from_rates([1.0]))
-    output = sampler(rows, drafts, seeds=0, logprobs=of, top_logprobs=6, kept_sets=True)
-    assert output.top_token_ids[:2, 0].tolist() == [[2, *[-1] * 5], [0, *[-1] * 5]]
-    assert output.top_logprobs[:2, 0].tolist() == [[0.0, *[-INF] * 5]] * 2
-    assert output.top_token_ids[2:, 0].tolist() == [[0, 1, 2, 4, -1, -1], [1, 2, 3, 4, -1, -1]]
-    assert output.num_kept.tolist() == [[1, 1], [1, 1], [4, 5], [4, 5]]
-    assert output.kept_token_ids[:, 0, :5].tolist() == [
-        [2, *[-1] * 4],
-        [0, *[-1] * 4],
-        [0, 1, 2, 4, -1],
-        [1, 2, 3, 4, -1],
-    ]
-    assert output.kept_cutoff.tolist() == [[2, 2], [0, 0], [-1, -1], [-1, -1]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_more_than_1024_kept_tokens_are_told_by_the_last_one(place, dtype):
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(5, 1, 3100, generator=generator).to(dtype).to(place[1])
-    batch = Case(rows, torch.zeros(5, 0, dtype=torch.int64), rows[:, :0], *[torch.ones(5, dtype=torch.int64)] * 3)
-    batch = replace(batch, temperature=torch.full((5,), 1.3))
-    options = {
-        "top_k": torch.tensor([1024, 1025, 0, 3000, 0]),
-        "top_p": torch.tensor([1.0, 1.0, 0.9, 1.0, 1.0]),
+def listed(place: tuple[str, str], logits: Tensor, **options: Any) -> SamplerOutput:
+    """The output of a step without drafts for some rows, which is the oracle's."""
+    requests = len(logits)
+    call = {
+        "target_logits": logits[:, None],
+        "draft_token_ids": torch.zeros(requests, 0, dtype=torch.int64),
+        "seeds": 0,
     }
-    output = verify("strict", batch, place[1], place[0], **options, logprobs="processed", **ASKED)
-    assert_right(output, batch, options, "processed", place[0])
+    call |= {"kept_sets": True, **options}
+    call = {name: value.to(place[1]) if isinstance(value, Tensor) else value for name, value in call.items()}
+    output = RejectionSampler("strict", backend=place[0])(**call)
+    assert_equals_oracle("strict", call, output, place[0])
+    return output
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_of_equal_logits_the_lowest_ids_come_first_in_any_block(any_place, temperature):
+    rows = torch.zeros(4, 3000)
+    rows[1, ::2] = -0.0
+    rows[2, [5, 1030, 1031, 2999]], rows[2, 2500] = 2.0, 3.0
+    rows[3, 2048:], rows[3, 2048], rows[3, 3] = 1.0, NAN, -INF
+    output = listed(any_place, rows, temperature=temperature, logprobs="raw", top_logprobs=6)
+    assert output.top_token_ids[:, 0].tolist() == [
+        [0, 1, 2, 3, 4, 5],
+        [0, 1, 2, 3, 4, 5],
+        [2500, 5, 1030, 1031, 2999, 0],
+        [2049, 2050, 2051, 2052, 2053, 2054],
+    ]
+    assert output.num_kept[:, 0].tolist() == ([3000, 3000, 3000, 2998] if temperature else [1] * 4)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_row_may_have_fewer_tokens_than_are_asked_for(any_place):
+    rows = torch.tensor([[0.0, 1.0, -INF, 2.0], [NAN, NAN, NAN, NAN], [-INF, 5.0, NAN, -INF], [1.0, INF, 0.0, INF]])
+    output = listed(any_place, rows, logprobs="processed", top_logprobs=6)
+    assert output.top_token_ids[:, 0].tolist() == [[3, 1, 0, -1, -1, -1], *[[each, *[-1] * 5] for each in (0, 1, 1)]]
+    assert output.num_kept[:, 0].tolist() == [3, 1, 1, 1]
+    assert output.top_logprobs[1:, 0].tolist() == [[0.0, *[-INF] * 5]] * 3
+    assert output.kept_cutoff[:, 0].tolist() == [-1, 0, -1, 1]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_than_1024_kept_tokens_are_told_by_the_last_one(any_place, dtype):
+    limits = {"top_k": torch.tensor([1024, 1025, 0, 9500, 0]), "top_p": torch.tensor([1.0, 1.0, 0.9, 1.0, 1.0])}
+    rows = torch.randn(5, 10_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    output = listed(any_place, rows, temperature=1.3, logprobs="processed", top_logprobs=20, **limits)
     assert output.num_kept[:, 0].tolist()[:2] == [1024, 1025]
     assert (output.kept_token_ids[:, 0, 0] >= 0).tolist() == [True, False, False, False, False]
     assert (output.kept_cutoff[:, 0] >= 0).tolist() == [True] * 4 + [False]
-
-
-@pytest.mark.parametrize(
-    ("method", "of", "adjusts", "masked"), combine(METHODS, ["processed", "raw"], [False, True], [False, True])
-)
-def test_packed_calls_return_what_padded_ones_do(place, method, of, adjusts, masked):
-    counts = [2, 0, 1, 2]
-    batch = with_counts(case(4, 2, 1100, torch.bfloat16, greedy=0.4, seed=7), counts).to(place[1])
-    options = {"logprobs": of, "top_p": 0.9, "seeds": batch.seeds, "temperature": batch.temperature, **ASKED}
-    sampler, tensors = sampler_of(method, place[0]), {}
-    if adjusts:  # masks of a packed call are by row
-        tensors = {"adjustments": to(place[1], adjustments_for(batch.to("cpu"), "penalties"))}
-    with like_a_device() if masked else nullcontext():
-        want = sampler(batch.target_logits, batch.draft_token_ids, batch.draft_logits, **options, **tensors)
-        rows = packed_rows(batch, counts)
-        rows["row_starts"] = torch.cat([rows["row_starts"], rows["row_starts"][-1:]])  # a request without rows
-        numbers = {name: padded_by_one(value) for name, value in {**options, **tensors}.items()}
-        got = sampler.packed(**rows, draft_logits=padded_by_one(batch.draft_logits), **numbers)
-    assert_same(SamplerOutput(*[each[:4] for each in got]), want)
-    assert got.invalid[4]
-    assert got.top_token_ids[4, 0].tolist() == [0, *[-1] * 6]
-    assert got.top_logprobs[4, 0].tolist() == [0.0, *[-INF] * 6]
-    assert (int(got.num_kept[4, 0]), int(got.kept_cutoff[4, 0])) == (1, 0)
-    assert got.kept_token_ids[4, 0].tolist() == [0, *[-1] * 1023]
-    assert_form(got, 7)
-
-
-def padded_by_one(value: Any) -> Any:
-    """What is by request with one more of it, a copy of the first; other values as they are."""
-    if isinstance(value, Adjustments):
-        return Adjustments(*map(padded_by_one, value))
-    return torch.cat([value, value[:1]]) if isinstance(value, torch.Tensor) else value
-
-
-def test_steps_without_requests(place):
-    batch = case(3, 2, 40, torch.float32)
-    nothing = Case(*(value[:0] for value in vars(batch).values()))
-    output = verify("strict", nothing, place[1], place[0], logprobs="raw", **ASKED)
-    assert_form(output, 7)
-    assert len(output.num_kept) == 0
 
 
 @pytest.mark.parametrize(

@@ -14,25 +14,26 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare
 
-from specdecode import RejectionSampler, Sampling, backends, integrations, sample
+from specdecode import RejectionSampler, Sampling, backends, integrations, sample, sampler
+from specdecode.arguments import check_verification
 from specdecode.batch import VerificationBatch
 from specdecode.integrations import sglang
 from specdecode.integrations.sglang import EagleSample
-from tests.conftest import ON_GPU
+from tests.conftest import HAS_TRITON, ON_GPU
 from tests.support import distributions
-from tests.support.batches import verification_batch
 
 METHODS = ["probabilistic", "block", "strict"]
+DEVICE = "cuda" if ON_GPU else "cpu"
 ALL_TOKENS = 1 << 30
 """How SGLang says that top-k keeps all tokens."""
 
 
-def engine(rejection_sampling=False, threshold=1.0, simulated=False, world_size=1):
+def engine(rejection_sampling=False, threshold=1.0, threshold_acc=1.0, simulated=False, world_size=1):
     """What SGLang answers."""
     settings = Namespace(
         speculative_use_rejection_sampling=rejection_sampling,
         speculative_accept_threshold_single=threshold,
-        speculative_accept_threshold_acc=1.0,
+        speculative_accept_threshold_acc=threshold_acc,
     )
     ranks = Namespace(world_size=world_size, broadcast=Mock())
     return Namespace(
@@ -370,8 +371,8 @@ def test_steps_that_are_not_checked_again_pass_on_what_checked_ones_do(
     hook = EagleSample(method, engine(rejection_sampling))
     hook(never, chain(drafts, draft_probs), request, logits_output(logits))  # compiles, is checked
     monkeypatch.setattr(backends, "to_verify", note)
-    checks = Mock(side_effect=verification_batch)
-    monkeypatch.setattr(VerificationBatch, "check", checks)
+    checks = Mock(side_effect=check_verification)
+    monkeypatch.setattr(sampler, "check_verification", checks)
     hook.checked.clear()
     for _ in range(2):
         hook(never, chain(drafts, draft_probs), request, logits_output(logits))
@@ -383,29 +384,269 @@ def test_steps_that_are_not_checked_again_pass_on_what_checked_ones_do(
             torch.testing.assert_close(first, second, rtol=0, atol=0, msg=name)
 
 
+# ---- Trees -----------------------------------------------------------------------------------------------------------
+
+TREE = [-1, 0, 0, 1, 1, 2, 3], [3, 0, 1, 2, 0, 1, 1]
+"""Parents and tokens of a tree of depth 3, over four tokens."""
+OTHER_TREE = [-1, 0, 1, -1, 2, 0, 0], [3, 2, 2, 1, 3, 0, 3]
+"""Another, in which node 3 is padding."""
+TREE_DEPTH = 3
+
+
+def tree(token_ids, parents, max_depth=TREE_DEPTH, topk=4):
+    """SGLang's verify input for trees [batch, nodes]: as its kernel builds them, the children of a node are linked in order.
+
+    Nodes with parent -1 are linked to no other.
+    """
+    requests, nodes = token_ids.shape
+    next_token, next_sibling = torch.full((2, requests, nodes), -1)
+    for request, node in product(range(requests), range(nodes - 1, 0, -1)):
+        before = int(parents[request, node])
+        if before >= 0:
+            next_sibling[request, node] = next_token[request, before]
+            next_token[request, before] = node
+    return Namespace(
+        draft_token=token_ids.flatten(),
+        draft_token_num=nodes,
+        max_tree_depth=max_depth + 1,
+        tree_topk=topk,
+        draft_probs=None,
+        retrieve_next_token=next_token,
+        retrieve_next_sibling=next_sibling,
+    )
+
+
+def repeated(verify_input, times):
+    """The trees of a verify input, for so many times as many requests."""
+    tensors = {name: each for name, each in vars(verify_input).items() if isinstance(each, torch.Tensor)}
+    tensors = {name: each.repeat(times, *[1] * (each.ndim - 1)).to(DEVICE) for name, each in tensors.items()}
+    return Namespace(**vars(verify_input) | tensors)
+
+
+def drafted_trees(batch=40, nodes=9, vocab=50, seed=0):
+    """Logits, token ids and parents of trees that differ: children are among the likeliest, one node in eight is padding."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 4 * torch.randn(batch, nodes, vocab, generator=generator)
+    likeliest = logits.topk(3, dim=-1).indices
+    token_ids, parents = torch.full((batch, nodes), 3), torch.full((batch, nodes), -1)
+    for request, node in product(range(batch), range(1, nodes)):
+        before, rank = (int(torch.randint(0, most, (), generator=generator)) for most in (node, 3))
+        if torch.rand((), generator=generator) < 7 / 8:
+            parents[request, node] = before
+        token_ids[request, node] = likeliest[request, before, rank]
+    return logits, token_ids, parents
+
+
+def walked(verify_input, own):
+    """Return the accepted nodes and the tokens of a walk through SGLang's links; `own(request, node, depth)` is a token."""
+    nodes_of, tokens_of = [], []
+    candidates = verify_input.draft_token.view(-1, verify_input.draft_token_num)
+    for request, ids in enumerate(candidates.tolist()):
+        nodes, tokens = [0], [own(request, 0, 0)]
+        while len(tokens) < verify_input.max_tree_depth:
+            child = int(verify_input.retrieve_next_token[request, nodes[-1]])
+            while child >= 0 and ids[child] != tokens[-1]:
+                child = int(verify_input.retrieve_next_sibling[request, child])
+            if child < 0:
+                break
+            nodes.append(child)
+            tokens.append(own(request, child, len(nodes) - 1))
+        nodes_of.append(nodes)
+        tokens_of.append(tokens)
+    return nodes_of, tokens_of
+
+
+def assert_walked(results, verify_input, own):
+    """Assert that results have the layout of SGLang's and are those of the walk; return the number of tokens of each."""
+    predict, accept_lens, accept_index = results
+    width, num_nodes = verify_input.max_tree_depth, verify_input.draft_token_num
+    assert [each.dtype for each in results] == [torch.int32] * 3
+    assert [each.shape for each in results] == [(len(predict),), (len(accept_lens),), (len(accept_lens), width)]
+    assert len(predict) == len(accept_lens) * num_nodes
+    assert all(each.is_contiguous() for each in results)
+    expected = torch.zeros_like(predict)
+    nodes_of, tokens_of = walked(verify_input, own)
+    for request, (nodes, tokens) in enumerate(zip(nodes_of, tokens_of)):
+        rows = [request * num_nodes + node for node in nodes]
+        assert accept_index[request].tolist() == rows + [-1] * (width - len(rows))
+        expected[rows] = torch.tensor(tokens, dtype=torch.int32)
+    assert torch.equal(predict, expected)
+    assert emitted(*results) == tokens_of
+    return [len(tokens) for tokens in tokens_of]
+
+
+@pytest.mark.parametrize("topk", [4, -1], ids=["EAGLE", "n-gram"])
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_trees_are_walked_along_sglangs_links(method, topk):
+    logits, token_ids, parents = drafted_trees()
+    verify_input = tree(token_ids, parents, topk=topk)
+    hook = EagleSample(method, engine())
+    results = hook(never, verify_input, batch_of(torch.zeros(40), top_p=0.5), logits_output(logits))
+    own = logits.argmax(dim=-1)
+    lengths = assert_walked(results, verify_input, lambda request, node, _: int(own[request, node]))
+    assert {1, 2, 3} <= set(lengths)
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}], ids=["whole rows", "truncated"])
+@pytest.mark.parametrize("method", METHODS)
+def test_trees_emit_what_plain_seeded_sampling_says(method, truncation):
+    logits, token_ids, parents = drafted_trees()
+    verify_input, temperature = tree(token_ids, parents), torch.linspace(0, 2, 40)  # the first request is greedy
+    seeds, lengths = torch.arange(40) * 7919, torch.arange(40) + 5
+    batch = batch_of(temperature, seeds=seeds, lengths=lengths, **truncation)
+    results = EagleSample(method, engine())(never, verify_input, batch, logits_output(logits))
+
+    def own(request, node, depth):
+        of = slice(request, request + 1)
+        positions = lengths[of] + 1 + depth
+        return int(sample(logits[of, node], temperature[of], seeds[of], positions, **truncation))
+
+    assert len(set(assert_walked(results, verify_input, own))) > 1
+
+
+@pytest.mark.parametrize(("nodes", "max_depth"), [(1, 0), (4, 6), (9, 1)], ids=["no drafts", "few nodes", "cut"])
+def test_results_are_as_wide_as_sglangs_depth(nodes, max_depth):
+    logits, token_ids, parents = drafted_trees(nodes=nodes)
+    own = logits.argmax(dim=-1)
+    parents[0], token_ids[0, 1:] = torch.arange(nodes) - 1, own[0, :-1]  # a chain, all of which is accepted
+    verify_input = tree(token_ids, parents, max_depth)
+    results = EagleSample("block", engine())(never, verify_input, batch_of(torch.zeros(40)), logits_output(logits))
+    lengths = assert_walked(results, verify_input, lambda request, node, _: int(own[request, node]))
+    assert lengths[0] == max(lengths) == min(nodes, max_depth + 1)
+
+
+def distribution_of_walks(probs, parents, token_ids, max_depth=TREE_DEPTH):
+    """Return the probability of all that the walk through a tree can emit, given p after each node."""
+    steps = Counter()
+
+    def visit(node, emitted, reached):
+        for token, p in enumerate(probs[node].tolist()):
+            after = [i for i, before in enumerate(parents) if i > 0 and before == node and token_ids[i] == token]
+            if after and len(emitted) < max_depth:
+                visit(after[0], (*emitted, token), reached * p)
+            else:
+                steps[(*emitted, token)] += reached * p
+
+    visit(0, (), 1.0)
+    return steps
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 3, "top_p": 0.9}], ids=["whole rows", "truncated"])
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_of_trees_are_distributed_as_the_targets_own(method, truncation):
+    """A chi-square for each of two trees: a false alarm once in 10^6, an error of .03 in total variation is seen."""
+    requests, trees = 40_000, (TREE, OTHER_TREE)
+    target = torch.randn(2, 7, VOCAB, generator=torch.Generator().manual_seed(18))
+    parents, token_ids = (torch.tensor(each) for each in zip(*trees))
+    verify_input = repeated(tree(token_ids, parents), requests // 2)
+    batch = batch_of(torch.full((requests,), 0.7).to(DEVICE), seeds=torch.arange(requests).to(DEVICE), **truncation)
+    output = logits_output(target.repeat(requests // 2, 1, 1).to(DEVICE))
+    steps = emitted(*EagleSample(method, engine())(never, verify_input, batch, output))
+    for i, of_tree in enumerate(trees):
+        exact = distribution_of_walks(kept((target[i].double() / 0.7).softmax(dim=1), **truncation), *of_tree)
+        seen = Counter(map(tuple, steps[i::2]))
+        assert seen.keys() <= exact.keys()
+        assert max(map(len, seen)) == TREE_DEPTH + 1
+        counts, probs = (np.array([each[kind] for kind in exact]) for each in (seen, exact))
+        distributions.assert_distribution(counts, probs)
+
+
+def tree_arguments(batch):
+    """Return what trees are verified with."""
+    logits, token_ids, parents = drafted_trees()
+    hook = EagleSample("probabilistic", engine())
+    verifier = hook.tree_verifier
+    hook.tree_verifier = Mock(tree=Mock(side_effect=verifier.tree))
+    output = logits_output(logits)
+    hook(never, tree(token_ids, parents), batch, output)
+    arguments = hook.tree_verifier.tree.call_args.kwargs
+    assert arguments["target_logits"].data_ptr() == output.next_token_logits.data_ptr()  # not copied
+    assert torch.equal(arguments["token_ids"], token_ids)
+    assert torch.equal(arguments["parents"], parents)
+    return arguments
+
+
+def test_trees_are_given_truncation_as_tensors_and_no_probabilities():
+    names, mixed = {"top_k", "top_p", "min_p"}, torch.tensor([0.0, 0.8]).repeat(20)
+    got = tree_arguments(batch_of(mixed))
+    assert not names & set(got)
+    assert got["temperature"].tolist() == mixed.tolist()
+    assert got["positions"].tolist() == [8] * 40
+    got = tree_arguments(batch := batch_of(mixed, top_p=0.9))
+    assert all(got[each] is getattr(batch.sampling_info, f"{each}s") for each in names)
+
+
+def test_trees_are_penalized_masked_and_sent_to_ranks_as_chains_are():
+    logits, token_ids, parents = drafted_trees()
+    verify_input, mask, answers = tree(token_ids, parents), Mock(), engine(world_size=2)
+    output = logits_output(logits.clone())
+    batch = batch_of(torch.full((40,), 0.8), seeds=torch.arange(40))
+    batch.sampling_info.logit_bias = bias = torch.randn(40, 50, generator=torch.Generator().manual_seed(1))
+    biased = logits + bias[:, None]
+    biased[:, :, 10:] = -torch.inf
+    mask.apply.side_effect = lambda rows: rows[:, 10:].fill_(-torch.inf)
+    results = EagleSample("block", answers)(never, verify_input, batch, output, mask)
+    assert torch.equal(output.next_token_logits, biased.flatten(0, 1))
+    answers.sanitize_nan_logits.assert_called_once_with(output.next_token_logits)
+    sent = answers.ranks().broadcast.call_args_list
+    assert [call.args[0] is result for call, result in zip(sent, results)] == [True] * 3
+    batch.sampling_info.logit_bias = None
+    plain = EagleSample("block", engine())(never, verify_input, batch, logits_output(biased))
+    assert all(torch.equal(*each) for each in zip(results, plain, strict=True))
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
+def test_all_kernels_of_trees_are_compiled_at_the_first_step_which_is_greedy(monkeypatch, caplog):
+    from specdecode.kernels.call import plan_of
+
+    caplog.set_level("INFO", logger="specdecode")
+    monkeypatch.setattr(backends, "choose", lambda *_: backends.kernels())
+    hook = EagleSample("probabilistic", engine())
+
+    def step(requests, **options):
+        logits, token_ids, parents = drafted_trees(requests, nodes=3)
+        batch = batch_of(torch.full((requests,), options.pop("temperature")).to(DEVICE), **options)
+        hook(never, repeated(tree(token_ids, parents, max_depth=1), 1), batch, logits_output(logits.to(DEVICE)))
+
+    plan_of.cache_clear()
+    step(1, temperature=0.0)
+    made = plan_of.cache_info().misses
+    assert made > 0
+    for most in (0, 10**9):  # in rounds, and all rows at once
+        monkeypatch.setattr("specdecode.kernels.tree.LOGITS_A_ROUND", most)
+        for requests in (1, 13):
+            step(requests, temperature=0.8)
+            step(requests, temperature=0.8, top_p=0.9)
+    assert plan_of.cache_info().misses == made
+    assert [record.getMessage() for record in caplog.records] == ["specdecode: 'strict' verifies draft trees"]
+
+
 # ---- What is left to SGLang ------------------------------------------------------------------------------------------
 
 REASONS = {
-    "a tree of drafts": {"tree_topk": 4},
-    "a tree": {"max_tree_depth": 3},
-    "a tree of": {"uno_target_max_top_k": 8},
+    "a tree of Uno": {"uno_target_max_top_k": 8},
     "watermarks": {"has_watermark_candidates": True, "watermark_state": object()},
     "speculative_accept_threshold_single": {"threshold": 0.9},
+    "speculative_accept_threshold_single or _acc": {"threshold_acc": 0.9},
     "SGLANG_SIMULATE_ACC_LEN": {"simulated": True},
     "arguments that this version of specdecode does not know (typical_eps)": {"typical_eps": 0.1},
 }
 OPTIONS = "uno_target_max_top_k", "watermark_state", "typical_eps"
 
 
+@pytest.mark.parametrize("drafts_are", ["a chain", "a tree"])
 @pytest.mark.parametrize("reason", REASONS)
-def test_steps_that_need_more_go_sglangs_own_way_and_are_counted(reason, caplog):
+def test_steps_that_need_more_go_sglangs_own_way_and_are_counted(reason, drafts_are, caplog):
     logits, drafts = drafted()
     change = dict(REASONS[reason])
     options = {name: change.pop(name) for name in OPTIONS if name in change}
-    hook = EagleSample(
-        "block", engine(**{name: change.pop(name) for name in ("threshold", "simulated") if name in change})
-    )
-    verify_input, batch, output, mask = chain(drafts), batch_of(torch.ones(40)), logits_output(logits), Mock()
+    answers = {name: change.pop(name) for name in ("threshold", "threshold_acc", "simulated") if name in change}
+    hook = EagleSample("block", engine(**answers))
+    batch, output, mask = batch_of(torch.ones(40)), logits_output(logits), Mock()
+    verify_input = chain(drafts)
+    if drafts_are == "a tree":
+        verify_input = tree(verify_input.draft_token.view(40, 4), torch.tensor([-1, 0, 0, 1]).expand(40, 4))
     for name, value in change.items():
         setattr(verify_input if hasattr(verify_input, name) else batch.sampling_info, name, value)
     original, before = Mock(), logits.clone()
@@ -479,7 +720,6 @@ def test_another_value_ends_the_process(registry, monkeypatch):
 
 # ---- Against the engines' own functions ------------------------------------------------------------------------------
 
-DEVICE = "cuda" if ON_GPU else "cpu"
 REQUESTS = 200_000 if ON_GPU else 400
 VOCAB, DRAFTS = 4, 2
 others_may_warn = pytest.mark.filterwarnings("default")
@@ -611,6 +851,43 @@ def test_sampled_requests_are_distributed_as_sglangs(monkeypatch, rule, truncati
     probs = kept((target.double() / 0.7).softmax(dim=1), **truncation)
     exact = distribution_of_steps(rule, probs, draft_probs.double())
     assert_distributed(emitted(*ours), emitted(*results), exact)
+
+
+@others_may_warn
+@pytest.mark.skipif(not ON_GPU, reason=ON_GPU_ONLY)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 3, "top_p": 0.9}], ids=["whole rows", "truncated"])
+def test_trees_are_verified_as_sglangs_own_function_does(monkeypatch, temperature, truncation):
+    name = "sglang.srt.speculative.eagle_utils"
+    theirs = pytest.importorskip(name, reason="SGLang is not installed", exc_type=ImportError)
+    requests = 40_000 if temperature > 0 else 40
+    logits, token_ids, parents = drafted_trees()
+    if temperature > 0:
+        parents, token_ids = (torch.tensor([each]) for each in TREE)
+        logits = torch.randn(7, VOCAB, generator=torch.Generator().manual_seed(9)).repeat(requests, 1, 1)
+    verify_input, answers = repeated(tree(token_ids, parents), requests // len(parents)), engine()
+    nodes = verify_input.draft_token_num
+    verify_input.retrieve_index = torch.arange(requests * nodes, device=DEVICE).view(requests, nodes)
+    batch = batch_of(torch.full((requests,), temperature, device=DEVICE), **truncation)
+    batch.device, batch.sampling_info.sampling_seed = torch.device(DEVICE), torch.arange(requests, device=DEVICE)
+    monkeypatch.setattr(theirs, "get_spec", answers.settings)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: Namespace(tp_group=Namespace(world_size=1)))
+    monkeypatch.setattr("sglang.srt.layers.dp_attention.is_dp_attention_enabled", lambda: False)
+    output = logits_output(logits.to(DEVICE))
+    ours = EagleSample("probabilistic", answers)(never, verify_input, batch, output)
+    batch.sampling_info.sampling_seed = None
+    torch.manual_seed(7)
+    results = theirs.eagle_sample(verify_input, batch, output)
+    assert [(each.shape, each.dtype) for each in results] == [(each.shape, each.dtype) for each in ours]
+    if temperature == 0:
+        assert all(torch.equal(*each) for each in zip(ours, results))
+        return
+    exact = distribution_of_walks(kept((logits[0].double() / temperature).softmax(dim=1), **truncation), *TREE)
+    seen = [Counter(map(tuple, emitted(*each))) for each in (ours, results)]
+    counts = np.array([[each[kind] for kind in exact] for each in seen])
+    assert counts.sum(axis=1).tolist() == [requests] * 2
+    for each in counts:
+        distributions.assert_distribution(each, np.array(list(exact.values())))
 
 
 @others_may_warn

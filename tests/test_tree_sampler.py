@@ -9,7 +9,8 @@ from torch import Tensor
 
 from reference import oracle
 from reference.sampling import Sampling, processed_logprobs
-from specdecode import Adjustments, RejectionSampler, sample
+from specdecode import Adjustments, RejectionSampler, backends, sample
+from specdecode.arguments import check_tree
 from tests.conftest import HAS_TRITON, ON_GPU, combine
 from tests.support.adjusted import adjustments_for, of_request
 from tests.support.differential import FLOAT32_BAND, Case, band_of
@@ -220,7 +221,7 @@ def test_requests_without_rows_and_trees_of_one_node(monkeypatch, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_off_the_path_are_not_read_and_a_row_without_a_finite_logit_is_marked(monkeypatch, backend):
+def test_rows_off_the_path_change_nothing_and_a_row_without_a_finite_logit_is_marked(monkeypatch, backend):
     given = trees(40, torch.float32, seed=6)
     sampler = sampler_of(backend, monkeypatch)
     expected = sampler.tree(**call(given, None))
@@ -237,6 +238,28 @@ def test_rows_off_the_path_are_not_read_and_a_row_without_a_finite_logit_is_mark
     assert (output.token_ids[:, 0] == 0).all()
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}], ids=["whole rows", "truncated"])
+def test_a_warm_up_with_one_request_makes_the_plans_of_all_sizes(monkeypatch, truncation):
+    from specdecode.kernels import warm_up_tree
+    from specdecode.kernels.call import plan_of
+
+    few, many = (trees(40, torch.float32, seed=7, requests=requests) for requests in (1, 13))
+
+    def arguments(given):
+        limits = {name: torch.full((len(given.seeds),), value, device=DEVICE) for name, value in truncation.items()}
+        return call(given, None) | limits
+
+    plan_of.cache_clear()
+    warm_up_tree(check_tree(**arguments(few)))
+    made = plan_of.cache_info().misses
+    assert made > 0
+    for way in ("triton, by rounds", "triton, all at once"):
+        for given in (few, many):
+            sampler_of(way, monkeypatch).tree(**arguments(given))
+    assert plan_of.cache_info().misses == made
+
+
 BAD = {
     "token_ids: expected shape": {"token_ids": torch.zeros(2, 0, dtype=torch.int64)},
     "token_ids: expected dtype": {"token_ids": torch.zeros(2, 3)},
@@ -247,6 +270,9 @@ BAD = {
     "positions: expected shape": {"positions": torch.zeros(3, dtype=torch.int64)},
     "top_p: expected a number": {"top_p": 1.5},
     "draft_logsumexp: trees": {"draft_logsumexp": torch.zeros(2, 2)},
+    "vocab_size: trees take no such argument": {"vocab_size": 100},
+    "temperature: expected shape": {"temperature": torch.ones(5)},
+    "seeds: expected shape": {"seeds": torch.arange(4)},
     "slots: given without row_starts": {"slots": torch.zeros(2, dtype=torch.int64)},
     "row_starts: expected shape": {"row_starts": torch.tensor([0, 3]), "target_logits": torch.zeros(3, 5)},
     "adjustments.allowed_mask: expected shape": {"adjustments": Adjustments(allowed_mask=torch.zeros(2, 1).int())},
@@ -260,6 +286,57 @@ def test_wrong_arguments_are_named(message):
     RejectionSampler("strict").tree(**arguments)
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         RejectionSampler("strict").tree(**arguments | BAD[message])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_other_sizes_and_layouts(monkeypatch, backend):
+    """One node, no request, no depth, many nodes in a chain, int32 ids, rows apart, a number or None for the seeds."""
+    sampler = sampler_of(backend, monkeypatch)
+    chain = torch.arange(-1, 299, device=DEVICE, dtype=torch.int32)
+    rows = torch.zeros(2, 301, 12, device=DEVICE)[:, :300, :7]
+    rows[:, :, 3] = 40.0
+    ids = torch.full((2, 300), 3, device=DEVICE, dtype=torch.int32)
+    output = sampler.tree(rows, ids, chain, max_depth=40, adjustments=Adjustments(presence_penalty=0.5))
+    assert output.num_accepted.tolist() == output.num_draft_tokens.tolist() == [40, 40]
+    assert output.nodes[0].tolist() == list(range(1, 41))
+    assert sampler.tree(rows, ids, chain, max_depth=0, seeds=3).token_ids.tolist() == [[3], [3]]
+    output = sampler.tree(rows[:, :1], ids[:, :1], chain[:1], max_depth=5)
+    assert output.token_ids.tolist() == [[3, -1, -1, -1, -1, -1]] * 2
+    assert sampler.tree(rows[:0], ids[:0], chain, max_depth=2).token_ids.shape == (0, 3)
+    starts = torch.tensor([0, 300, 600], device=DEVICE, dtype=torch.int32)
+    output = sampler.tree(rows.flatten(0, 1), ids, chain, max_depth=2, row_starts=starts, top_k=1)
+    assert output.token_ids.tolist() == [[3, 3, 3]] * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_requests_whose_rows_or_slots_cannot_be_have_none(monkeypatch, backend):
+    given = trees(40, torch.float32, seed=8)
+    arguments = packed(given, None)
+    checked = check_tree(**arguments)  # on a device these values could not be checked
+    starts, slots = checked.packing.row_starts.clone(), checked.packing.slots.clone()
+    starts[2], slots[4] = -5, 99
+    packing = checked.packing._replace(row_starts=starts, slots=slots)
+    sampler_of(backend, monkeypatch)
+    backend_of = backends.choose("eager" if backend == "eager" else "triton", arguments["target_logits"])
+    got, want = (
+        backend_of.verify_tree(checked._replace(rows=checked.rows._replace(packing=each)))
+        for each in (packing, checked.packing)
+    )
+    for i in range(REQUESTS):
+        if i in (1, 2, 4):  # a start belongs to two requests
+            assert got.token_ids[i].tolist() == [0, -1, -1, -1]
+            assert (got.num_accepted[i], got.num_draft_tokens[i], bool(got.invalid[i])) == (0, 0, True)
+        else:
+            assert torch.equal(got.token_ids[i], want.token_ids[i])
+
+
+def test_probabilities_are_refused_whatever_padding_holds():
+    rows = torch.zeros(1, 3, 8)
+    rows[:, :2] = torch.rand(1, 2, 8).softmax(-1)
+    with pytest.raises(ValueError, match=r"^target_logits: expected raw logits"):
+        RejectionSampler("strict", validate="values").tree(
+            rows, torch.tensor([[0, 1, -1]]), torch.tensor([-1, 0, -1]), max_depth=1
+        )
 
 
 @pytest.mark.parametrize("method", ["probabilistic", "block"])

@@ -1,7 +1,6 @@
 """Top-k, top-p and min-p: what is kept, and that every method is exact for the truncated target."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -18,7 +17,7 @@ from specdecode import RejectionSampler, backends, eager, sample
 from specdecode import Sampling as PackageSampling
 from tests.conftest import ON_GPU, combine
 from tests.support import distributions
-from tests.support.differential import assert_same_tokens, case, like_a_device
+from tests.support.differential import case
 from tests.support.enumeration import Case as Models
 from tests.support.enumeration import (
     Table,
@@ -32,7 +31,8 @@ from tests.support.enumeration import (
 )
 from tests.support.exactness import METHODS, assert_same_distribution
 from tests.support.mutants import Mutant, assert_caught
-from tests.support.truncated import ROWS_THAT_HURT, SCHEDULE, TRUNCATIONS, expected, kept_tokens, of_request, on
+from tests.support.oracle import SCHEDULE
+from tests.support.truncated import ROWS_THAT_HURT, TRUNCATIONS, kept_tokens, of_request
 
 NAN, INF = float("nan"), float("inf")
 DEVICES = ["cpu", "cuda"] if ON_GPU else ["cpu"]
@@ -199,51 +199,6 @@ VERIFY = ("strict", "probabilistic", "block", "synthetic")
 
 def sampler_of(method: str) -> RejectionSampler:
     return RejectionSampler(method, schedule=SCHEDULE if method == "synthetic" else None)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("method", "options", "dtype"), combine(VERIFY, list(TRUNCATIONS), [torch.float32, torch.bfloat16, torch.float64])
-)
-def test_tokens_are_the_references(method, options, dtype, device):
-    options = TRUNCATIONS[options]
-    for vocab in (7, 2100):
-        batch = case(6, 3, vocab, dtype, seed=vocab)
-        for with_logits in (True, False):
-            call = batch.to(device)
-            got = sampler_of(method)(
-                call.target_logits,
-                call.draft_token_ids,
-                call.draft_logits if with_logits else None,
-                temperature=call.temperature,
-                seeds=call.seeds,
-                positions=call.positions,
-                **on(device, options),
-            )
-            want = expected(method, batch, options, None, with_logits)
-            assert_same_tokens(got.token_ids, want, batch.band("eager"))
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["as it is", "like a device"])
-@pytest.mark.parametrize("method", ["probabilistic", "block", "synthetic"])
-def test_drafts_may_be_drawn_otherwise(method, masked):
-    batch = case(6, 3, 1500, torch.float32, seed=9)
-    temperatures = torch.tensor([0.0, 1.0, 0.5, 1.7, 0.3, 1.0])
-    for draft_options in (
-        {"temperature": 1.0},
-        {"temperature": 0.0},
-        {"temperature": temperatures, "top_k": 9},
-        {"temperature": 0.9, "top_p": torch.tensor([0.9, 1.0, 0.5, 0.99, 0.2, 0.8])},
-    ):
-        for options in ({}, {"top_p": 0.9}):
-            arguments = batch.target_logits, batch.draft_token_ids, batch.draft_logits
-            numbers = {"temperature": batch.temperature, "seeds": batch.seeds, "positions": batch.positions}
-            with like_a_device() if masked else nullcontext():
-                got = sampler_of(method)(
-                    *arguments, **numbers, **options, draft_sampling=PackageSampling(**draft_options)
-                )
-            want = expected(method, batch, options, draft_options, True)
-            assert_same_tokens(got.token_ids, want, batch.band("eager"))
 
 
 def truncated_tables(rows: list[np.ndarray], temperature: float, options: Mapping) -> list[np.ndarray]:
@@ -413,27 +368,6 @@ def test_rows_that_hurt_are_cut_where_a_sort_in_float64_cuts_them(row, dtype, de
                 )
             want = [sample_row(result, temperature=0.8, seed=5 + i).index for i in range(3)]
             assert draft.token_ids.tolist() == want, options
-
-
-def test_values_on_a_device_that_make_no_sense_are_harmless():
-    batch = case(6, 2, 300, torch.float32, greedy=0, seed=1)
-    numbers = {"temperature": batch.temperature, "seeds": batch.seeds, "positions": batch.positions}
-    arguments = batch.target_logits, batch.draft_token_ids, batch.draft_logits
-    sense = {
-        "top_k": torch.tensor([0, 0, 0, 0, 0, 1]),
-        "top_p": torch.tensor([1, 1, 1e-9, 1e-9, 1, 1]),
-        "min_p": torch.tensor([0, 0, 0, 0, 1.0, 0]),
-    }
-    nonsense = {
-        "top_k": torch.tensor([-5, 0, 0, 0, 0, 1]),
-        "top_p": torch.tensor([NAN, 7.0, 0.0, -3.0, INF, 1]),
-        "min_p": torch.tensor([NAN, -2.0, 0, -INF, 40.0, 0]),
-    }
-    sampler = RejectionSampler("probabilistic", backend="eager")
-    want = sampler(*arguments, **numbers, **sense)
-    with like_a_device():
-        got = sampler(*arguments, **numbers, **nonsense)
-    assert torch.equal(got.token_ids, want.token_ids)
 
 
 @pytest.mark.parametrize(

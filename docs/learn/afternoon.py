@@ -274,7 +274,56 @@ def running_ratio(c, p, q):
 
 try_it("5. block, solution", block)
 
-# ---- 6. Truncation ---------------------------------------------------------------------------------------------------
+# ---- 6. Siblings and trees -------------------------------------------------------------------------------------------
+
+# --8<-- [start:walk-skeleton]
+def walk(own, token_ids, parents):
+    """Return the accepted nodes, and the emitted tokens: theirs and one more.
+
+    The target's own token is 7 after node 0, which is node 2; then 9, which is node 4; then 1, which is no node.
+
+    >>> token_ids, parents = [0, 5, 7, 6, 9], [-1, 0, 0, 2, 2]
+    >>> own = {0: 7, 2: 9, 4: 1}
+    >>> walk(lambda node, depth: own[node], token_ids, parents)
+    ([2, 4], [7, 9, 1])
+    >>> walk(lambda node, depth: 6, token_ids, parents)  # node 3 is 6, but no child of node 0
+    ([], [6])
+    >>> from reference import tree
+    >>> trees = [random_tree(seed) for seed in range(200)]
+    >>> sum(walk(*each) == tree.walk(*each) for each in trees)
+    200
+    """
+    y = own(0, 0)
+    equal = [n for n in range(1, len(parents)) if parents[n] == 0 and token_ids[n] == y]
+    return equal[:1], [y]  # TODO go on at equal[0], until there is none
+
+
+def random_tree(seed):
+    """Return the target's own tokens, and a tree of 12 nodes with three different tokens."""
+    rng = np.random.default_rng(seed)
+    own, token_ids = rng.integers(3, size=12), rng.integers(3, size=12)
+    parents = [-1, *(int(rng.integers(node)) for node in range(1, 12))]
+    return lambda node, depth: int(own[node]), token_ids.tolist(), parents
+# --8<-- [end:walk-skeleton]
+
+run_examples("6. walk, skeleton", walk)
+
+# --8<-- [start:walk-solution]
+def walk(own, token_ids, parents):
+    node, nodes, tokens = 0, [], []
+    while True:
+        y = own(node, len(nodes))
+        tokens.append(y)
+        equal = [n for n in range(1, len(parents)) if parents[n] == node and token_ids[n] == y]
+        if not equal:
+            return nodes, tokens
+        node = equal[0]
+        nodes.append(node)
+# --8<-- [end:walk-solution]
+
+run_examples("6. walk, solution", walk)
+
+# ---- 7. Truncation ---------------------------------------------------------------------------------------------------
 
 # --8<-- [start:truncate-skeleton]
 def truncate(p, top_k, top_p):
@@ -296,7 +345,7 @@ def truncate(p, top_k, top_p):
     return truncated / truncated.sum()
 # --8<-- [end:truncate-skeleton]
 
-run_examples("6. truncate, skeleton", truncate)
+run_examples("7. truncate, skeleton", truncate)
 
 # --8<-- [start:truncate-solution]
 def truncate(p, top_k, top_p):
@@ -309,9 +358,9 @@ def truncate(p, top_k, top_p):
     return truncated / truncated.sum()
 # --8<-- [end:truncate-solution]
 
-run_examples("6. truncate, solution", truncate)
+run_examples("7. truncate, solution", truncate)
 
-# ---- 7. Synthetic ----------------------------------------------------------------------------------------------------
+# ---- 8. Synthetic ----------------------------------------------------------------------------------------------------
 
 # --8<-- [start:base-rate-skeleton]
 def base_rate(mean, decay):
@@ -330,14 +379,14 @@ def base_rate(mean, decay):
     return 2 * mean / (1 + decay)  # TODO right for a + a * decay = 2 * mean; and here?
 # --8<-- [end:base-rate-skeleton]
 
-run_examples("7. base_rate, skeleton", base_rate)
+run_examples("8. base_rate, skeleton", base_rate)
 
 # --8<-- [start:base-rate-solution]
 def base_rate(mean, decay):
     return ((1 + 8 * decay * mean) ** 0.5 - 1) / (2 * decay)
 # --8<-- [end:base-rate-solution]
 
-run_examples("7. base_rate, solution", base_rate)
+run_examples("8. base_rate, solution", base_rate)
 
 # --8<-- [start:synthetic]
 @each_request
@@ -349,4 +398,4 @@ def synthetic(p, q, drafts):
     return [*drafts, draw(p[len(drafts)])]
 # --8<-- [end:synthetic]
 
-try_it("7. synthetic", synthetic)
+try_it("8. synthetic", synthetic)

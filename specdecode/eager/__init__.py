@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode.batch import RowBatch, SamplerOutput, TreeBatch, TreeOutput, VerificationBatch
+from specdecode.batch import TARGET_ONLY, RowBatch, SamplerOutput, TreeBatch, TreeOutput, VerificationBatch
 from specdecode.eager import block, probabilistic, strict, synthetic, tree
 from specdecode.eager.adjustments import adjusted, adjusted_rows
 from specdecode.eager.logprobs import emitted_logprobs
@@ -33,7 +33,7 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
     """Run one verification step."""
     if method not in METHODS:
         raise ValueError(f"backend: 'eager' has no method {method!r}: it is not in specdecode.eager.METHODS")
-    if method == "strict":  # it ignores draft logits: not even their dtype may change a result
+    if method in TARGET_ONLY:  # not even the dtype of draft logits may change a result
         batch = batch.without_draft_rows
     batch, raw_logits, has_rows = prepared(batch)
     steps = Steps(batch, schedule)
@@ -59,6 +59,8 @@ def prepared(batch: VerificationBatch) -> tuple[VerificationBatch, Any, Tensor |
     rows.
     """
     unpacked, has_rows = (batch, None) if batch.packing is None else unpack(batch, batch.packing)
+    if batch.adjustments is None:
+        return unpacked, unpacked.target_logits, has_rows
     return adjusted(batch, unpacked), unpacked.target_logits, has_rows
 
 

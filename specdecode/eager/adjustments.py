@@ -151,8 +151,7 @@ def row_index(packing: Packing | None, num_rows: int, shape: torch.Size, device:
 def adjusted(batch: VerificationBatch, unpacked: VerificationBatch) -> VerificationBatch:
     """Return a batch whose target rows are adjusted where they are read, given it before and after it was unpacked."""
     logits, adjustments = unpacked.target_logits, batch.adjustments
-    if adjustments is None:
-        return unpacked
+    assert adjustments is not None
     index = row_index(batch.packing, len(batch.target_logits), logits.shape[:2], logits.device)
     draft_token_ids = unpacked.draft_token_ids
     if batch.packing is not None and batch.packing.path is not None:

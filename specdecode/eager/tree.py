@@ -93,7 +93,7 @@ def walk_in_rounds(
 ) -> TreeOutput:
     """Walk from node 0 through the nodes whose tokens are the target's own, with one `strict` step a round."""
     rounds = []
-    for depth in range(batch.max_depth + 1):
+    for depth in range(batch.num_rounds):
         rounds.append(verify("strict", batch.round(walk.row, walk.token_ids[:, :depth])))
         advance(batch, walk, rounds[-1], depth)
         if on_host(walk.row) and bool((walk.num_accepted <= depth).all()):
@@ -129,7 +129,7 @@ def siblings(batch: RowBatch, width: int) -> Tensor:
     temperature, greedy = row_temperature(batch.temperature, batch.logits)
     seeds, positions = seeds_and_positions(batch, torch.arange(len(batch.logits), device=batch.logits.device))
     sampling = row_sampling(temperature, batch.truncation, batch.logits.shape[-1])
-    is_greedy = torch.as_tensor(greedy, device=seeds.device).expand(seeds.shape)
+    is_greedy = greedy if isinstance(greedy, Tensor) else torch.full(seeds.shape, greedy, device=seeds.device)
 
     def draw(
         logits: Tensor, sampling: RowSampling, seeds: Tensor, positions: Tensor, is_greedy: Tensor
@@ -140,6 +140,8 @@ def siblings(batch: RowBatch, width: int) -> Tensor:
         if rows.first is not None:
             point = nn.functional.pad(rows.first[0], (0, width - 1), value=-1)
             token_ids = token_ids.where(total > 0, point)
+        if on_host(is_greedy) and not is_greedy.any():
+            return (token_ids,)
         return (likeliest(logits, width).where(is_greedy[:, None], token_ids),)
 
     return by_chunks(draw, batch.logits.shape[-1], batch.logits, sampling, seeds, positions, is_greedy)[0]

@@ -73,7 +73,7 @@ def of_drafts(sampling: RowSampling, greedy: Tensor | bool, target_temperature: 
     """Return how drafts were drawn, beside the target's temperature; greedy ones have a top_k of 1."""
     whole = torch.full_like(target_temperature, ALL, dtype=torch.int64)
     top_k = whole if sampling.top_k is None else sampling.top_k
-    top_k = top_k.masked_fill(torch.as_tensor(greedy, device=top_k.device), 1)
+    top_k = top_k.masked_fill(greedy, 1) if isinstance(greedy, Tensor) else torch.ones_like(top_k) if greedy else top_k
     return sampling._replace(target_temperature=target_temperature, top_k=top_k)
 
 

@@ -1,4 +1,4 @@
-"""Verification in SGLang: a hook around `eagle_sample`, which decides what a verify step of a draft chain emits.
+"""Verification in SGLang: a hook around `eagle_sample`, which decides what a verify step emits.
 
 Every request has as many rows as the others, so that SGLang's tensors are views of what the sampler takes:
 
@@ -14,19 +14,29 @@ Every request has as many rows as the others, so that SGLang's tensors are views
 T log q is the only copy of vocabulary size. It costs 8 bytes per probability, read and written once by one kernel. Its
 logsumexp is 0, so that verification reads the copy only where a draft was rejected. `"strict"` needs no draft logits, and a
 step in which all requests are greedy has none: SGLang computes no q then.
+
+Trees of drafts (EAGLE with a top-k above 1, n-gram look-up) are verified by `RejectionSampler("strict").tree`, whatever the
+method for chains is: their drafts come without q, and the walk is exact for every tree.
+
+| SGLang | `tree` |
+|---|---|
+| `draft_token` [batch * D], column 0 is the last token | `token_ids` [batch, D] |
+| `retrieve_next_token`, `retrieve_next_sibling` [batch, D] | `parents`, by `from_links` |
+| `max_tree_depth`, which counts node 0 | `max_depth`: one less |
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from specdecode import RejectionSampler, SamplerOutput, Sampling
-from specdecode.arguments import draw_seeds
+from specdecode import RejectionSampler, SamplerOutput, Sampling, TreeOutput, backends, eager
+from specdecode.arguments import check_tree, draw_seeds
 from specdecode.integrations.engine import (
     EngineMethod,
     Fallbacks,
@@ -37,6 +47,7 @@ from specdecode.integrations.engine import (
     warm_up,
     zeros,
 )
+from specdecode.trees import from_links, place
 
 __all__ = ["EagleSample", "Engine", "install"]
 
@@ -124,11 +135,10 @@ class Step(NamedTuple):
         return logits
 
     @property
-    def is_chain(self) -> bool:
-        """Whether each draft follows the one before it."""
+    def is_tree(self) -> bool:
+        """Whether drafts are linked as a tree. Otherwise they are a chain: each follows the one before it."""
         drafts = self.verify_input
-        is_tree = drafts.tree_topk != 1 or drafts.draft_token_num != drafts.max_tree_depth
-        return self.uno_target_max_top_k is None and not is_tree
+        return bool(drafts.tree_topk != 1 or drafts.draft_token_num != drafts.max_tree_depth)
 
     @property
     def has_draft_probs(self) -> bool:
@@ -147,18 +157,20 @@ class Step(NamedTuple):
 
 
 class EagleSample:
-    """The hook: verify a chain of drafts per request by this package, leave everything else to SGLang.
+    """The hook: verify a chain or a tree of drafts per request by this package, leave everything else to SGLang.
 
     Args:
-        method: `"probabilistic"`, `"block"` or `"strict"`.
+        method: `"probabilistic"`, `"block"` or `"strict"`, for chains.
         engine: what SGLang is asked for.
     """
 
     def __init__(self, method: EngineMethod, engine: Engine) -> None:
         self.verifier = RejectionSampler(method)
+        self.tree_verifier = RejectionSampler("strict")
         self.engine = engine
         self.fallbacks = Fallbacks(logger)
         self.warm: set[torch.dtype] = set()
+        self.warm_trees: set[torch.dtype] = set()
         self.requests: RequestState | None = None
         """Of the last step: used again until requests come or go; with pipeline parallelism, in no other step."""
         self.checked: set[Hashable] = set()
@@ -179,8 +191,8 @@ class EagleSample:
         """Verify one step, with the arguments of SGLang's `eagle_sample`, which is `original`, and its results.
 
         Returns:
-            [batch * D] int32 the token that each row emits, 0 after the last one; [batch] int32 number of tokens that a
-            request emits; [batch, D] int32 the rows that emit, then -1.
+            [batch * D] int32 the token that each row emits, 0 for rows that emit none; [batch] int32 number of tokens that
+            a request emits; [batch, max_tree_depth] int32 the rows that emit, in the order of the tokens, then -1.
         """
         given = verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k
         step, is_idle = Step(*given, watermark_state, unknown), batch.forward_mode.is_idle()
@@ -195,9 +207,13 @@ class EagleSample:
         penalize(step)
         if grammar_mask is not None:
             grammar_mask.apply(step.logits)
-        call = self.as_call(step)
-        kind = *call, call["target_logits"].dtype, call["seeds"].dtype
-        results = as_result(verify(self.verifier, call, kind, self.checked))
+        if step.is_tree:
+            output = self.tree_verifier.tree(**self.as_tree_call(step))
+            results = as_tree_result(output, step.verify_input.draft_token_num)
+        else:
+            call = self.as_call(step)
+            kind = *call, call["target_logits"].dtype, call["seeds"].dtype
+            results = as_result(verify(self.verifier, call, kind, self.checked))
         if not step.info.is_all_greedy or torch.version.hip:  # where ranks have other drafts, as SGLang says
             ranks = self.engine.ranks()
             if ranks.world_size > 1:  # each draws the seeds that SGLang does not give
@@ -214,21 +230,24 @@ class EagleSample:
         settings = self.engine.settings()
         if reason := unknown_reason("arguments that", switched_on(step.unknown)):
             return reason
-        if not step.is_chain:
-            return "a tree of drafts (EAGLE with a top-k above 1, n-gram look-up)"
+        if step.uno_target_max_top_k is not None:
+            return "a tree of Uno"
         if step.watermark_state is not None and step.info.has_watermark_candidates:
             return "watermarks"
         if settings.speculative_accept_threshold_single != 1 or settings.speculative_accept_threshold_acc != 1:
-            return "speculative_accept_threshold_single or _acc below 1, which is not exact"
+            thresholds = "speculative_accept_threshold_single or _acc below 1"
+            return f"{thresholds}, which accept drafts that the target would not emit"
         if self.engine.simulates_acceptance():
             return "SGLANG_SIMULATE_ACC_LEN"
+        if step.is_tree:
+            return None
         if self.draws_drafts() and not step.info.is_all_greedy and not step.has_draft_probs:
             # SGLang's function raises the error.
             return "drawn drafts without probabilities of the target's vocabulary"
         return None
 
     def as_call(self, step: Step) -> dict[str, Any]:
-        """Return the sampler's arguments for `verify_input.draft_token_num - 1` drafts per request."""
+        """Return the sampler's arguments for a chain of `verify_input.draft_token_num - 1` drafts per request."""
         num_rows, vocab, requests = step.verify_input.draft_token_num, step.logits.shape[-1], self.state_of(step)
         call = {
             "target_logits": step.logits.view(-1, num_rows, vocab),
@@ -278,6 +297,25 @@ class EagleSample:
             calls.append(fullest)
         warm_up(self.verifier, [*calls, fullest | first_request(truncation(fullest, info))])
 
+    def as_tree_call(self, step: Step) -> dict[str, Any]:
+        """Return the arguments of `RejectionSampler.tree` for `verify_input.draft_token_num` nodes per request."""
+        drafts, vocab, requests = step.verify_input, step.logits.shape[-1], self.state_of(step)
+        call = {
+            "target_logits": step.logits.view(-1, drafts.draft_token_num, vocab),
+            "token_ids": drafts.draft_token.view(-1, drafts.draft_token_num),
+            "parents": from_links(drafts.retrieve_next_token, drafts.retrieve_next_sibling),
+            "max_depth": drafts.max_tree_depth - 1,
+            "temperature": requests.temperature,
+            "seeds": requests.seeds,
+            "positions": step.batch.seq_lens.to(torch.int64) + 1,
+        }
+        if step.logits.dtype not in self.warm_trees:
+            if not self.warm_trees:
+                logger.info("specdecode: 'strict' verifies draft trees")
+            self.warm_trees.add(step.logits.dtype)
+            warm_up_trees(call, step.info)
+        return call | truncation(call, step.info) if requests.is_truncated else call
+
 
 def penalize(step: Step) -> None:
     """Apply penalties and biases to logits in place, as SGLang's function does: the same to all rows of a request.
@@ -326,3 +364,30 @@ def as_result(output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
     torch.maximum(token_ids, rows[0, 0], out=predict)  # a 0 that is on the device
     torch.bitwise_or(token_ids >> 63, rows, out=accept_index)  # shifted, -1 is -1 and others are 0; -1 | row is -1
     return predict.view(-1), output.num_tokens, accept_index
+
+
+# ---- Trees -----------------------------------------------------------------------------------------------------------
+
+
+def warm_up_trees(call: dict[str, Any], info: Any) -> None:
+    """Compile the kernels of trees, with truncation and without, for any number of requests.
+
+    Args:
+        call: the arguments of `RejectionSampler.tree`, without truncation.
+        info: SGLang's sampling parameters, which truncate.
+    """
+    backend = backends.choose("auto", call["target_logits"])
+    if backend is eager:
+        return
+    first = first_request(call)
+    batches = [check_tree(**first), check_tree(**first, **first_request(truncation(first, info)))]
+    backend.compile_ahead([functools.partial(backend.warm_up_tree, batch) for batch in batches])
+
+
+def as_tree_result(output: TreeOutput, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return an output as SGLang's `predict`, `accept_lens` and `accept_index`: each token at the row that it came from."""
+    path = nn.functional.pad(output.nodes, (1, 0))  # node 0 emits the first token
+    first_row = num_nodes * first_integers(len(path), path.device)[:, None]
+    accept_index = torch.where(path < 0, -1, first_row + path).to(torch.int32)
+    predict = place(path.long(), output.token_ids, num_nodes).clamp(min=0).to(torch.int32)
+    return predict.flatten(), output.num_tokens, accept_index

@@ -56,6 +56,15 @@ float32 whatever the logits are.
 
 from specdecode.kernels.call import sample_rows, verify, warm_up, why_not_verified
 from specdecode.kernels.launch import Share, compile_ahead
-from specdecode.kernels.tree import verify_tree
+from specdecode.kernels.tree import verify_tree, warm_up_tree
 
-__all__ = ["Share", "compile_ahead", "sample_rows", "verify", "verify_tree", "warm_up", "why_not_verified"]
+__all__ = [
+    "Share",
+    "compile_ahead",
+    "sample_rows",
+    "verify",
+    "verify_tree",
+    "warm_up",
+    "warm_up_tree",
+    "why_not_verified",
+]

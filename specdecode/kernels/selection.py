@@ -6,8 +6,8 @@ One random number is drawn for each block, and one for each token of a single bl
 With G = -log E, E exponential, the first is argmax W_b / E(b) and the second argmax w(v) / E'(v): so they are computed, and
 weights need no logarithm. (Of tokens that arrive after times E(v) / w(v) the first is taken: an *exponential race*.)
 
-A tie goes to the lowest block, and in it to the lowest token: `first_largest`. `search.ranked` does so where blocks come in
-the order of their bounds.
+A tie goes to the lowest block, and in it to the lowest token: `first_largest`. `block_bounds.ranked` does so where blocks
+come in the order of their bounds.
 """
 
 import triton

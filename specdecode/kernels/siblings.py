@@ -57,8 +57,9 @@ def candidates_of(context, row, p, noise, token_domain, WIDTH: tl.constexpr):
 def store_race(context, row, p, noise, drawn, siblings_ptr, token_domain, WIDTH: tl.constexpr):
     """Store the siblings of a row that is no point mass, the drawn token first."""
     lags, ids = candidates_of(context, row, p, noise, token_domain, WIDTH)
-    lags = tl.where((ids == drawn) & (lags < INFINITY), -1.0, lags)  # sums in another order may make it tie
-    for nth in range(WIDTH):
+    lags = tl.where(ids == drawn, INFINITY, lags)
+    tl.store(siblings_ptr, drawn)  # whatever rounding does to its lag
+    for nth in range(1, WIDTH):
         least = tl.min(lags, 0)
         token = tl.min(tl.where(lags == least, ids, 2**31 - 1), 0)
         tl.store(siblings_ptr + nth, tl.where(least < INFINITY, token, -1).to(tl.int64))

@@ -4,6 +4,8 @@ In rounds, each request reads the row of its current node alone: a `strict` step
 goes to the child. For few nodes all rows are read at once, in one step, and one launch walks: fewer launches, more bytes.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,7 @@ from specdecode.arguments import seed_each
 from specdecode.batch import SamplerOutput, TreeBatch, TreeOutput, VerificationBatch
 from specdecode.eager.tree import Walk, output_of, walk_in_rounds
 from specdecode.kernels.call import verify
+from specdecode.kernels.launch import compile_ahead
 
 LOGITS_A_ROUND = 10_000_000
 """All rows are read at once if they have at most so many logits for each round that this saves."""
@@ -20,16 +23,24 @@ LOGITS_A_ROUND = 10_000_000
 BLOCK = 256  # nodes that are searched at once for a child
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_nodes", "vocab_size", "max_depth", "tree_stride", "id_stride"])
+SIZES = ["num_rows", "num_slots", "num_nodes", "vocab_size", "max_depth", "most", "tree_stride", "id_stride", "stride"]
+SIZES += ["first_depth", "last_depth"]
+POINTERS = ["row_starts_ptr", "slots_ptr", "parents_ptr", "ids_ptr", "emitted_ptr", "is_invalid_ptr"]  # aligned or not
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
 def start_kernel(
-    row_starts_ptr, parents_ptr, tree_stride, ids_ptr, id_stride, links_ptr, depths_ptr, row_ptr, token_ids_ptr, nodes_ptr,
-    num_accepted_ptr, num_drafts_ptr, invalid_ptr, num_rows, num_nodes, vocab_size, max_depth, NODES: tl.constexpr,
-    DEPTHS: tl.constexpr,
+    row_starts_ptr, slots_ptr, parents_ptr, tree_stride, ids_ptr, id_stride, links_ptr, depths_ptr, row_ptr, token_ids_ptr,
+    nodes_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr, num_rows, num_slots, num_nodes, vocab_size, max_depth, most,
+    NODES: tl.constexpr, DEPTHS: tl.constexpr,
 ):  # fmt: skip
-    """Start the walk of one request: its links, the depth of each node, and empty results."""
+    """Start the walk of one request: its links, the depth of each node up to `most`, and empty results."""
     request, nodes, depths = tl.program_id(0).to(tl.int64), tl.arange(0, NODES), tl.arange(0, DEPTHS)
     first, end = tl.load(row_starts_ptr + request).to(tl.int64), tl.load(row_starts_ptr + request + 1).to(tl.int64)
     has_rows = (first >= 0) & (first < end) & (end <= num_rows) & (end - first <= num_nodes)
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + request).to(tl.int64)
+        has_rows &= (slot >= 0) & (slot < num_slots)
     last = tl.where(has_rows, end - first - 1, -1)
     inside = nodes < num_nodes
     parents = tl.load(parents_ptr + request * tree_stride + nodes, mask=inside, other=-1).to(tl.int64)
@@ -39,7 +50,7 @@ def start_kernel(
     tl.store(links_ptr + nodes, tl.where(is_node, parents, -1).to(tl.int32), mask=inside)
     tl.debug_barrier()
     reached, depth = tl.where(inside, nodes, -1), tl.zeros([NODES], tl.int32)
-    for _ in range(max_depth):
+    for _ in range(most):
         moves = reached > 0
         reached = tl.where(moves, tl.load(links_ptr + reached, mask=moves, other=-1), reached)
         depth += moves.to(tl.int32)
@@ -55,7 +66,7 @@ def start_kernel(
     tl.store(invalid_ptr + request, tl.full([], False, tl.int1))
 
 
-@triton.jit(do_not_specialize=["id_stride", "num_nodes", "max_depth", "first_depth", "last_depth", "stride"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
 def walk_kernel(
     emitted_ptr, is_invalid_ptr, stride, row_starts_ptr, links_ptr, ids_ptr, id_stride, row_ptr, token_ids_ptr, nodes_ptr,
     num_accepted_ptr, invalid_ptr, num_nodes, max_depth, first_depth, last_depth, BLOCK: tl.constexpr, BY_NODE: tl.constexpr,
@@ -108,9 +119,9 @@ def start(batch: TreeBatch, depths: Tensor) -> Walk:
     if requests == 0:
         return walk
     start_kernel[(requests,)](
-        row_starts, batch.parents, batch.parents.stride(0), batch.token_ids, batch.token_ids.stride(0),
+        row_starts, batch.packing.slots, batch.parents, batch.parents.stride(0), batch.token_ids, batch.token_ids.stride(0),
         walk.parents, depths, walk.row, walk.token_ids, walk.nodes, walk.num_accepted, walk.num_draft_tokens, walk.invalid,
-        len(target), num_nodes, target.shape[1], batch.max_depth,
+        len(target), batch.packing.num_slots, num_nodes, target.shape[1], batch.max_depth, batch.num_rounds - 1,
         NODES=triton.next_power_of_2(num_nodes), DEPTHS=triton.next_power_of_2(batch.max_depth + 1),
     )  # fmt: skip
     return walk
@@ -136,7 +147,7 @@ def reads_all_at_once(batch: TreeBatch) -> bool:
     has_lists = rows.logprobs is not None or rows.reports
     penalizes = rows.adjustments is not None and rows.adjustments.penalizes  # counts depend on the path
     return not (has_lists or penalizes) and batch.token_ids.numel() * rows.target_logits.shape[1] <= (
-        LOGITS_A_ROUND * batch.max_depth
+        LOGITS_A_ROUND * (batch.num_rounds - 1)
     )
 
 
@@ -161,15 +172,34 @@ def all_nodes(batch: TreeBatch, walk: Walk, depths: Tensor) -> VerificationBatch
     return rows._replace(seeds=seeds, positions=positions.flatten(), packing=packing)
 
 
+def with_contiguous_nodes(batch: TreeBatch) -> TreeBatch:
+    """Return the batch with token ids, parents, row starts and slots that lie densely in memory."""
+    ids, parents = (each if each.stride(-1) == 1 else each.contiguous() for each in (batch.token_ids, batch.parents))
+    row_starts, slots = batch.packing.row_starts, batch.packing.slots
+    slots = None if slots is None else slots.contiguous()
+    packing = batch.packing._replace(row_starts=row_starts.contiguous(), slots=slots)
+    return batch._replace(rows=batch.rows._replace(packing=packing), token_ids=ids, parents=parents)
+
+
+def warm_up_tree(batch: TreeBatch) -> None:
+    """Compile the kernels that draw tokens for trees with arguments like these, whatever their sizes."""
+    batch = with_contiguous_nodes(batch)
+    depths = torch.empty(batch.token_ids.shape, dtype=torch.int64, device=batch.token_ids.device)
+    with torch.cuda.device_of(depths):
+        walk = start(batch, depths)
+        steps = batch.round(walk.row, walk.token_ids[:, :0]), all_nodes(batch, walk, depths)
+        compile_ahead(
+            [functools.partial(verify, "strict", step, many=many) for step in steps for many in (False, True)]
+        )
+
+
 def verify_tree(batch: TreeBatch) -> TreeOutput:
     """Verify one tree of drafts for each request."""
-    ids, parents = (each if each.stride(-1) == 1 else each.contiguous() for each in (batch.token_ids, batch.parents))
-    packing = batch.packing._replace(row_starts=batch.packing.row_starts.contiguous())
-    batch = batch._replace(rows=batch.rows._replace(packing=packing), token_ids=ids, parents=parents)
-    depths = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
-    with torch.cuda.device_of(ids):
+    batch = with_contiguous_nodes(batch)
+    depths = torch.empty(batch.token_ids.shape, dtype=torch.int64, device=batch.token_ids.device)
+    with torch.cuda.device_of(depths):
         walk = start(batch, depths)
         if not reads_all_at_once(batch):
             return walk_in_rounds(batch, walk, verify, advance)
-        advance(batch, walk, verify("strict", all_nodes(batch, walk, depths)), 0, batch.max_depth)
+        advance(batch, walk, verify("strict", all_nodes(batch, walk, depths)), 0, batch.num_rounds - 1)
     return output_of(walk, {})

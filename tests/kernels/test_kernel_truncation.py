@@ -1,4 +1,4 @@
-"""Kernels truncate rows: what is kept, and that all that follows computes with that alone."""
+"""Rows that are hard to truncate for the kernels: wide, crowded, with ties, at the limits of their lists."""
 
 import itertools
 from collections.abc import Iterator
@@ -15,9 +15,8 @@ from torch import Tensor
 
 from reference.sampling import Sampling, cutoff, truncate
 from reference.sampling import sample as sample_row
-from specdecode import RejectionSampler, backends, eager, kernels
+from specdecode import RejectionSampler, SamplerOutput, backends, eager, kernels
 from specdecode import Sampling as PackageSampling
-from specdecode.batch import Truncation, VerificationBatch
 from specdecode.kernels.arguments import Pointer
 from specdecode.kernels.rows import whole_row
 from specdecode.kernels.truncation import kernel as truncation
@@ -25,11 +24,11 @@ from specdecode.kernels.truncation.wide import amounts_from
 from specdecode.noise import SELECT
 from tests.benchmarks.realistic import realistic_rows
 from tests.conftest import ON_GPU
-from tests.conftest import combine as pairs
+from tests.contract.cases import ORDINARY, on, run
 from tests.support import distributions
 from tests.support.addresses import reads_and_writes_inside
 from tests.support.batches import row_batch, verification_batch
-from tests.support.differential import FLOAT32_BAND, Case, assert_same_tokens, case
+from tests.support.differential import FLOAT32_BAND, Case, case
 from tests.support.kernels import (
     DEVICE,
     assert_same,
@@ -40,7 +39,8 @@ from tests.support.kernels import (
     sizes_of,
     small,
 )
-from tests.support.truncated import ROWS_THAT_HURT, SCHEDULE, TRUNCATIONS, expected, of_request, on
+from tests.support.oracle import assert_equals_oracle
+from tests.support.truncated import ROWS_THAT_HURT, TRUNCATIONS, of_request
 
 
 @pytest.fixture(autouse=True)
@@ -50,82 +50,12 @@ def addresses() -> Iterator[None]:
         yield
 
 
-def verify(method: str, batch: Case, options: Any, with_logits: bool = True, **how: Any) -> Any:
-    batch = batch.to(DEVICE)
-    draft = batch.draft_logits if with_logits else None
-    arguments = verification_batch(
-        batch.target_logits,
-        batch.draft_token_ids,
-        draft,
-        None,
-        batch.temperature,
-        batch.seeds,
-        batch.positions,
-        **on(DEVICE, options),
-    )
-    return kernels.verify(method, arguments, SCHEDULE if method == "synthetic" else None, **how)
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "dtype", "vocab", "with_logits", "large"),
-    pairs(
-        ["strict", "probabilistic", "block", *(["synthetic"] if ON_GPU else [])],
-        list(TRUNCATIONS),
-        [torch.bfloat16, torch.float32],
-        [5, 1040],
-        [True, False],
-        [True, False],
-    ),
-)
-def test_tokens_are_the_references(method, options, dtype, vocab, with_logits, large):
-    batch = case(6, 3 if ON_GPU else 1, vocab, dtype, seed=vocab)
-    options = TRUNCATIONS[options]
-    got = verify(method, batch, options, with_logits, large=large)
-    assert_same_tokens(got.token_ids, expected(method, batch, options, None, with_logits), FLOAT32_BAND)
-
-
-@pytest.mark.parametrize("draft_options", [{}, {"top_k": 3}])
-@pytest.mark.parametrize("method", ["probabilistic", "block"])
-def test_draft_rows_are_truncated_as_drafts_were_drawn(method, draft_options):
-    batch, options = case(6, 3 if ON_GPU else 1, 1040, torch.float32, seed=8), {"top_p": 0.9}
-    how = {"temperature": batch.temperature, **draft_options}
-    logits = *(tensor.to(DEVICE) for tensor in (batch.target_logits, batch.draft_token_ids, batch.draft_logits)), None
-    temperature, *numbers = (tensor.to(DEVICE) for tensor in (batch.temperature, batch.seeds, batch.positions))
-    numbers = temperature, *numbers
-
-    def arguments(temperature: Tensor) -> VerificationBatch:
-        how = PackageSampling(temperature, **on(DEVICE, draft_options))
-        return verification_batch(*logits, *numbers, **options, draft_sampling=how)
-
-    with pytest.raises(ValueError, match="draft_sampling: 'triton' takes drafts of the target's temperature only"):
-        # To find out that it is the same, it would have to be read.
-        RejectionSampler(method, backend="triton")._verify(arguments(temperature.clone()))
-    got = kernels.verify(method, arguments(temperature))
-    assert_same_tokens(got.token_ids, expected(method, batch, options, how, True), FLOAT32_BAND)
-
-
-@pytest.mark.parametrize(("method", "options"), [("probabilistic", "each request's own"), ("block", "top-p")])
-def test_draft_rows_need_not_be_read_again(method, options):
-    """The logsumexp and the cutoff of a drafting step give the tokens that reading the draft rows gives."""
-    batch = case(6, 3 if ON_GPU else 1, 1040, torch.bfloat16, seed=4).to(DEVICE)
-    options, drafts = on(DEVICE, TRUNCATIONS[options]), batch.draft_logits.shape[1]
-    sampler, numbers = (
-        RejectionSampler(method, backend="eager"),
-        {"temperature": batch.temperature, "seeds": batch.seeds},
-    )
-    steps = [
-        sampler.draft(batch.draft_logits[:, i], **numbers, positions=batch.positions + i, offset=i, **options)
-        for i in range(drafts)
-    ]
-    ids, logsumexp, cutoffs = (torch.stack(column, dim=1) for column in zip(*steps))
-    cutoffs[:2] += 2**40 * (cutoffs[:2] < 0)  # beyond the vocabulary, too, all tokens are kept
-    outputs = []
-    for given in ((None, None), (logsumexp, cutoffs)):
-        tensors = batch.target_logits, ids, batch.draft_logits, given[0], *numbers.values(), batch.positions
-        checked = verification_batch(*tensors, draft_cutoff=given[1], **options)
-        outputs.append(kernels.verify(method, checked))
-    assert 0 < int(outputs[0].num_accepted.sum()) < len(ids) * drafts
-    assert_same(*outputs)
+def verify(method: str, batch: Case, way: str, **options: Any) -> SamplerOutput:
+    """The kernels' output, which is the oracle's."""
+    call = on(DEVICE, {**vars(batch), **options})
+    output = run(ORDINARY._replace(method=method, backend=f"triton {way}"), call)
+    assert_equals_oracle(method, call, output, "triton")
+    return output
 
 
 def drawn(logits: Tensor, temperature: float, options: dict) -> Any:
@@ -298,8 +228,10 @@ CROWDED_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", WIDE_DTYPES)
-@pytest.mark.parametrize("values", [2, 8])
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    list(itertools.product([2, 8], WIDE_DTYPES)) if ON_GPU else list(zip([2, 8, 2], WIDE_DTYPES)),
+)
 def test_rows_whose_likely_tokens_are_crowded_and_equal_are_cut_where_a_sort_cuts_them(values, dtype):
     """As those of language models: likely tokens have low ids, and logits have few values, here so many to a unit."""
     noise = torch.randn(40 * 1024 + 5, generator=torch.Generator().manual_seed(values))
@@ -413,8 +345,8 @@ def test_rejections_while_rows_are_read_change_no_token(method, options, with_lo
     batch = case(6, 3 if ON_GPU else 2, 1040, torch.bfloat16, seed=11)
     target = batch.target_logits
     target[0, 1], target[1, 2, 7], target[2, 0, ::3] = -torch.inf, torch.inf, torch.nan
-    outputs = [verify(method, batch, TRUNCATIONS[options], with_logits, large=large) for large in (False, True)]
-    assert_same(*outputs)
+    batch = batch if with_logits else replace(batch, draft_logits=None)
+    assert_same(*(verify(method, batch, way, **TRUNCATIONS[options]) for way in ("few", "large")))
 
 
 def test_a_draft_is_not_rejected_early_because_of_a_token_that_min_p_leaves_out_by_its_last_bit():
@@ -428,17 +360,6 @@ def test_a_draft_is_not_rejected_early_because_of_a_token_that_min_p_leaves_out_
     checked = verification_batch(rows[0], ids, rows[1], None, 1.0, 0, None, min_p=min_p)
     for large in (False, True):
         assert kernels.verify("probabilistic", checked, large=large).num_accepted.tolist() == [1] * 6
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_a_top_p_of_zero_keeps_the_first_token(large):
-    batch = case(3, 1, 1040, torch.float32, greedy=0, seed=2).to(DEVICE)
-    first = batch.target_logits.argmax(dim=2)
-    tensors = batch.target_logits, first[:, :1].contiguous(), None, None, 0.8, 5, None
-    checked = verification_batch(*tensors, top_p=0.5)
-    zeros = Truncation(None, torch.zeros(3, device=DEVICE), None)  # which would be an error on a host
-    output = kernels.verify("probabilistic", checked._replace(truncation=zeros, draft_truncation=zeros), large=large)
-    assert torch.equal(output.token_ids, first)
 
 
 def test_a_drafting_step_returns_what_is_kept():
@@ -467,20 +388,17 @@ def test_a_drafting_step_returns_what_is_kept():
 @needs_interpreter
 @pytest.mark.parametrize("method", ["probabilistic", "block"])
 def test_programs_may_finish_in_any_order(method):
-    batch, options = case(2, 2, 1040, torch.float32, seed=1), {"top_k": 40}
-    usual = verify(method, batch, options)
+    batch = case(2, 2, 1040, torch.float32, seed=1)
+    usual = verify(method, batch, "few", top_k=40)
     with in_reverse():
-        assert_same(verify(method, batch, options), usual)
+        assert_same(verify(method, batch, "few", top_k=40), usual)
 
 
-@pytest.mark.parametrize("large", small(True, False))
-def test_block_verification_compares_masses_of_what_is_kept(large):
+@pytest.mark.parametrize("way", small("large", "few"))
+def test_block_verification_compares_masses_of_what_is_kept(way):
     requests, vocab = (60, 9000) if ON_GPU else (2, 2064)
     batch = case(requests, 3, vocab, torch.float32, greedy=0, seed=6)
-    batch = replace(batch, temperature=torch.full((requests,), 1.4))
-    options = {"top_p": 0.97}
-    got = verify("block", batch, options, large=large)
-    assert_same_tokens(got.token_ids, expected("block", batch, options, None, True), FLOAT32_BAND)
+    verify("block", replace(batch, temperature=torch.full((requests,), 1.4)), way, top_p=0.97)
 
 
 def test_top_p_is_a_share_of_what_top_k_and_min_p_have_kept():
@@ -495,22 +413,6 @@ def test_top_p_is_a_share_of_what_top_k_and_min_p_have_kept():
 def test_min_p_keeps_what_is_a_little_above_its_threshold_however_large_logits_are(largest):
     rows = torch.tensor([[-0.7, -0.69, 0.0, -9.0]], device=DEVICE) + largest  # log(0.5) is -0.693
     assert drawn(rows, 1.0, {"min_p": 0.5})[2].tolist() == [1]
-
-
-def test_values_that_make_no_sense_are_harmless():
-    rows = case(6, 0, 1040, torch.float32, seed=1).target_logits[:, 0].to(DEVICE)
-    nan, inf = torch.nan, torch.inf
-    sense = {"top_k": [0, 0, 0, 0, 0, 1], "top_p": [1, 1, 1e-9, 1e-9, 1, 1], "min_p": [0, 0, 0, 0, 1.0, 0]}
-    nonsense = {
-        "top_k": [-5, 3 - 2**32, -(2**62), 0, 0, 1],
-        "top_p": [nan, 7.0, 0.0, -3.0, inf, 1.0],
-        "min_p": [nan, -2.0, 0.0, -inf, 40.0, 0.0],
-    }
-    tensors = [[torch.tensor(values, device=DEVICE) for values in options.values()] for options in (sense, nonsense)]
-    checked = row_batch(rows, 0.8, 5, None, top_k=2)  # whose values would be errors on a host
-    want, got = (kernels.sample_rows(checked._replace(truncation=Truncation(*limits)), SELECT) for limits in tensors)
-    for one, other in zip(want, got):
-        assert torch.equal(one, other)
 
 
 def test_more_drafts_than_stop_bits_are_refused():

@@ -1,85 +1,17 @@
 """Rows may have any layout: strides, dtypes, offsets beyond 2^31."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.conftest import ON_GPU
-from tests.support.differential import FLOAT32_BAND, assert_same_tokens, case
+from tests.support.differential import case
 from tests.support.kernels import (
     DEVICE,
     assert_same,
-    expected,
     needs_gpu,
-    sliced,
-    strided,
     verify,
 )
-
-
-def transposed(logits: Tensor) -> Tensor:
-    """The same rows, the offsets outermost."""
-    return logits.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-def column_major(logits: Tensor) -> Tensor:
-    """The same rows, tokens outermost."""
-    return logits.permute(2, 1, 0).contiguous().permute(2, 1, 0)
-
-
-def negated_later(logits: Tensor) -> Tensor:
-    """The same rows, of which PyTorch holds the negatives."""
-    return torch._neg_view(-logits)
-
-
-LAYOUTS = [sliced, strided, transposed, column_major, negated_later]
-
-
-if ON_GPU:
-    ANY_WAY = list(itertools.product(LAYOUTS, ["probabilistic", "strict", "synthetic", "block"], [1040, 1025]))
-else:
-    ANY_WAY = list(
-        zip(LAYOUTS, ["probabilistic", "block", "strict", "probabilistic", "strict"], [1040, 1040, 1025, 1025, 1040])
-    )
-
-
-@pytest.mark.parametrize(("layout", "kind", "vocab"), ANY_WAY)
-def test_rows_may_lie_in_any_way(layout, kind, vocab):
-    batch = case(30 if ON_GPU else 2, 2, vocab, torch.float32, greedy=0, seed=5).to(DEVICE)
-    elsewhere = replace(
-        batch,
-        target_logits=layout(batch.target_logits),
-        draft_logits=layout(batch.draft_logits),
-        draft_token_ids=batch.draft_token_ids.to(torch.int32).T.contiguous().T,
-        seeds=strided(batch.seeds),
-        positions=strided(batch.positions),
-        temperature=strided(batch.temperature),
-    )
-    assert_same(verify(kind, elsewhere), verify(kind, batch))
-
-
-@pytest.mark.parametrize(
-    ("kind", "target", "draft"),
-    [
-        ("block", torch.bfloat16, torch.float32),
-        ("probabilistic", torch.float64, torch.bfloat16),
-        *(
-            itertools.product(("block", "probabilistic"), (torch.float16,), (torch.float32, torch.float64))
-            if ON_GPU
-            else ()
-        ),
-    ],
-)
-def test_target_and_draft_may_differ_in_dtype_and_layout(kind, target, draft):
-    batch = case(30 if ON_GPU else 3, 1, 1040, torch.bfloat16, seed=8).to(DEVICE)  # whose values every dtype holds
-    whole = verify(kind, batch)
-    cast = replace(batch, target_logits=batch.target_logits.to(target), draft_logits=batch.draft_logits.to(draft))
-    assert_same_tokens(verify(kind, cast).token_ids, expected(kind, batch), FLOAT32_BAND)
-    for layout in (sliced, strided):
-        assert_same(verify(kind, replace(batch, draft_logits=layout(batch.draft_logits))), whole)
 
 
 def test_rows_of_large_vocabularies_are_read_to_the_end():

@@ -1,4 +1,4 @@
-"""Kernels verify drafts from a vocabulary of their own, and give what rows spread over the target's vocabulary would."""
+"""Draft vocabularies in the kernels: ids that are no tokens, the map from tokens to ids, plans by the width of rows."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -9,25 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import oracle
-from reference.sampling import Sampling, spread, truncate
 from specdecode import RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
 from specdecode.eager.vocabulary import target_to_draft
 from specdecode.kernels.launch import Plan
 from specdecode.kernels.vocabulary import IDS, NO_ID, SPAN
 from tests.conftest import ON_GPU
-from tests.conftest import combine as pairs
+from tests.contract.cases import ORDINARY, computing, on
+from tests.contract.cases import run as run_call
 from tests.support.addresses import reads_and_writes_inside
-from tests.support.batches import verification_batch
-from tests.support.differential import FLOAT32_BAND, Case, assert_same_tokens, case, like_a_device
-from tests.support.kernels import DEVICE, FEW, LARGE, MANY, assert_same, memory_of, parts_of, run
-from tests.support.packing import in_slots, packed_rows, with_counts
-from tests.support.truncated import SCHEDULE, of_request, on
-
-METHODS = ["probabilistic", "block", "synthetic"]
-SIZES = [(4200, 37), (2064, 1040)] + [(2100, 2100), (151_936, 32_000), (50_257, 5001)] * ON_GPU
-"""Tokens of the target and of the draft: so few that most programs read none of these; and of aligned rows."""
+from tests.support.differential import Case, case, like_a_device
+from tests.support.kernels import DEVICE, parts_of, run
+from tests.support.oracle import assert_equals_oracle
 
 
 def narrow(batch: Case, size: int, seed: int = 0) -> tuple[Case, Tensor]:
@@ -42,88 +35,8 @@ def narrow(batch: Case, size: int, seed: int = 0) -> tuple[Case, Tensor]:
     return replace(batch, draft_logits=rows, draft_token_ids=token_ids), ids
 
 
-def drafted(batch: Case, ids: Tensor, options: dict) -> dict[str, Any]:
-    """What drafting steps return that verification takes: logsumexp and cutoff."""
-    sampler, offsets = RejectionSampler("probabilistic"), range(batch.draft_logits.shape[1])
-    steps = [sampler.draft(batch.draft_logits[:, i], batch.temperature, batch.seeds, **options) for i in offsets]
-    given = {"draft_logsumexp": torch.stack([step.logsumexp for step in steps], 1)}
-    if steps[0].cutoff is not None:
-        given["draft_cutoff"] = torch.stack([step.cutoff for step in steps], 1)
-    return given
-
-
-def check(batch: Case, ids: Tensor, options: dict, **given: Any) -> VerificationBatch:
-    tensors = batch.target_logits, batch.draft_token_ids, batch.draft_logits, given.pop("draft_logsumexp", None)
-    numbers = batch.temperature, batch.seeds, batch.positions
-    return verification_batch(*tensors, *numbers, **options, **given, draft_vocab_ids=ids)
-
-
-def verify(method: str, *arguments: Any, given: dict | None = None, **way: bool) -> Any:
-    """Run the kernels on a batch, ids and options, as `check` takes them."""
-    batch, ids, options = arguments
-    given = on(DEVICE, given or {})
-    checked = check(batch.to(DEVICE), ids.to(DEVICE), on(DEVICE, options), **given)
-    return kernels.verify(method, checked, SCHEDULE if method == "synthetic" else None, **way)
-
-
-def expected(method: str, batch: Case, ids: Tensor, options: dict) -> list:
-    """What the reference says of rows that are truncated first and then spread."""
-    outcomes, vocab = [], batch.target_logits.shape[2]
-    for index in range(len(batch.seeds)):
-        target, token_ids, draft = batch.rows(index)
-        keywords, limits = batch.request(index), of_request(options, index)
-        how = Sampling(keywords["temperature"], **limits)
-        kept = [truncate(row, how) for row in draft]
-        rows = [spread(row, ids.numpy(), vocab) for row, _ in kept]
-        if method == "synthetic":
-            keywords["conditional_rates"] = SCHEDULE.conditional_rates
-        keywords["draft_sampling"] = Sampling(keywords["temperature"])
-        outcome = oracle.verify(method, target, token_ids, rows, **keywords, **limits)
-        outcomes.append(outcome._replace(margin=min(outcome.margin, *(margin for _, margin in kept))))
-    return outcomes
-
-
-OWN = {
-    "top_k": torch.tensor([0, 3, 1500]),
-    "top_p": torch.tensor([0.9, 1, 0.99]),
-    "min_p": torch.tensor([0, 0.2, 0.001]),
-}
-LIMITS: dict = {"none": {}, "each request's own": OWN, "top-k, more than some drafts have": {"top_k": 50}}
-WAYS = [FEW, LARGE, MANY][: 2 + ON_GPU]
-CASES = pairs(METHODS, SIZES, list(LIMITS), [torch.bfloat16, torch.float32], [False, True], WAYS)
-
-
-@pytest.mark.parametrize(("method", "sizes", "limits", "dtype", "with_given", "way"), CASES, ids=str)
-def test_tokens_are_the_references(method, sizes, limits, dtype, with_given, way):
-    drafts = 3 if ON_GPU else 1 + (method == "block")
-    batch, ids = narrow(case(3, drafts, sizes[0], dtype, seed=sum(sizes)), sizes[1])
-    options = LIMITS[limits]
-    given = drafted(batch, ids, options) if with_given else {}
-    with memory_of(100):  # which looks like sums
-        got = verify(method, batch, ids.to(torch.int32), options, given=given, **way)
-    assert_same_tokens(got.token_ids, expected(method, batch, ids, options), FLOAT32_BAND)
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "way"),
-    pairs(METHODS, [{}, {"top_p": 0.9}], WAYS)
-    if ON_GPU
-    else [("probabilistic", {"top_p": 0.9}, LARGE), ("block", {}, FEW)],
-    ids=str,
-)
-def test_packed_is_padded_bit_for_bit(method, options, way):
-    batch, ids = narrow(case(3, 2, 1100, torch.bfloat16, greedy=0.4, seed=15), 1000)
-    batch, counts, slots = with_counts(batch, [2, 0, 1]), [2, 0, 1], torch.tensor([5, 2, 0])
-    options = {"top_p": torch.full((3,), 0.9)} if options else {}
-    usual = verify(method, batch, ids, {**options, "logprobs": "processed"}, **way)
-    rows = packed_rows(batch, counts)
-    by_slot = {name: getattr(batch, name) for name in ("draft_logits", "temperature", "seeds")} | options
-    by_slot = {name: in_slots(value, slots, 7) for name, value in by_slot.items()}
-    names = "draft_logsumexp", "top_k", "top_p", "min_p", "draft_sampling", "draft_cutoff"
-    call = {**dict.fromkeys(names), **rows, **by_slot, "positions": batch.positions, "logprobs": "processed"}
-    packed = verification_batch(**on(DEVICE, {**call, "slots": slots, "draft_vocab_ids": ids}))
-    assert_same(kernels.verify(method, packed, SCHEDULE if method == "synthetic" else None, **way), usual)
-    assert usual.num_accepted.sum() > 0
+def call_of(batch: Case, ids: Tensor, **options: Any) -> dict[str, Any]:
+    return {**vars(batch), "draft_vocab_ids": ids, **options}
 
 
 def hostile(size: int, vocab: int, drafts: int) -> tuple[Case, Tensor]:
@@ -147,28 +60,41 @@ def hostile(size: int, vocab: int, drafts: int) -> tuple[Case, Tensor]:
     return batch, ids
 
 
-HOSTILE = [
-    ("probabilistic", {}, LARGE),
-    ("probabilistic", {"top_k": 30}, FEW),
-    ("block", {}, FEW),
-    ("block", {}, LARGE),
-]
-
-
-@pytest.mark.parametrize(("method", "options", "way"), HOSTILE, ids=str)
+@pytest.mark.parametrize(
+    ("method", "options", "way"),
+    [
+        ("probabilistic", {}, "triton large"),
+        ("probabilistic", {"top_k": 30}, "triton few"),
+        ("block", {}, "triton few"),
+        ("block", {}, "triton large"),
+    ],
+    ids=str,
+)
 def test_ids_that_are_no_tokens_or_were_there_before_count_as_eager_has_it(method, options, way):
     batch, ids = hostile(1030, 1100, drafts=1 if options else 2)
     if options and not ON_GPU:  # half of them, each of whose rows takes long
         batch = replace(batch, **{name: value[::2] for name, value in vars(batch).items()})
     with ExitStack() as stack:
         stack.enter_context(like_a_device())  # values are not checked, which on the CPU would refuse the ids
-        want = RejectionSampler(method, backend="eager")._verify(check(batch, ids, options))
+        want = RejectionSampler(method, backend="eager")(**call_of(batch, ids, **options))
         if not ON_GPU:
             stack.enter_context(reads_and_writes_inside())  # of a GPU, a sanitizer does
-        got = verify(method, batch, ids, options, **way)
+        with computing(way):
+            got = RejectionSampler(method, backend="triton")(**on(DEVICE, call_of(batch, ids, **options)))
     for name, one, other in zip(got._fields, got[:4], want):
         assert one.tolist() == other.tolist(), name
     assert got.num_accepted.sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "way"), [("probabilistic", "triton large"), ("block", "triton few"), ("synthetic", "triton few")]
+)
+def test_a_draft_row_has_nothing_in_the_blocks_beyond_its_own_vocabulary(method, way):
+    """Most programs read none of so few tokens: they must say so, or what was in memory would count."""
+    batch, ids = narrow(case(3, 1 + (method == "block"), 4200, torch.bfloat16, greedy=0, seed=4), 37)
+    call = on(DEVICE, call_of(batch, ids))
+    output = run_call(ORDINARY._replace(method=method, backend=way), call)
+    assert_equals_oracle(method, call, output, "triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -195,5 +121,6 @@ def test_the_width_of_draft_rows_is_part_of_what_a_plan_is_found_by():
     batch, ids = narrow(case(3, 1, 1100, torch.float32, greedy=0, seed=3), 1040)
     for width in (37, 1040):
         few = replace(batch, draft_logits=batch.draft_logits[..., :width])
-        outcomes = expected("probabilistic", few, ids[:width], {})
-        assert_same_tokens(verify("probabilistic", few, ids[:width], {}).token_ids, outcomes, FLOAT32_BAND)
+        call = on(DEVICE, call_of(few, ids[:width]))
+        output = RejectionSampler("probabilistic", backend="triton")(**call)
+        assert_equals_oracle("probabilistic", call, output, "triton")

@@ -1,7 +1,7 @@
 """Adjustments to try, and the same of one request as the reference takes them."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,12 @@ from tests.support.differential import Case
 from tests.support.packing import in_slots
 
 INF = float("inf")
+
+
+class Rows(NamedTuple):
+    """What adjustments are made for."""
+
+    target_logits: Tensor
 
 
 def words_of(bits: Tensor) -> Tensor:
@@ -29,12 +35,12 @@ def bits_of(words: Tensor, vocab: int) -> np.ndarray:
     return np.unpackbits(little_endian, axis=-1, bitorder="little")[..., :vocab].astype(bool)
 
 
-def likely(batch: Case, count: int) -> Tensor:
+def likely(batch: Case | Rows, count: int) -> Tensor:
     """The likeliest tokens of each request's rows, [batch, count]: those of which adjustments matter."""
     return batch.target_logits.cpu().float().mean(1).topk(count, dim=1).indices
 
 
-def all_of(batch: Case, seed: int = 0) -> dict[str, Any]:
+def all_of(batch: Case | Rows, seed: int = 0) -> dict[str, Any]:
     """Every adjustment, each request with its own values, some of them neutral."""
     generator = torch.Generator().manual_seed(seed)
     requests, rows, vocab = batch.target_logits.shape
@@ -72,7 +78,7 @@ SOME = {
 }
 
 
-def adjustments_for(batch: Case, kind: str = "all", seed: int = 0) -> Adjustments:
+def adjustments_for(batch: Case | Rows, kind: str = "all", seed: int = 0) -> Adjustments:
     """Adjustments of some kind for a batch."""
     given = all_of(batch, seed)
     return Adjustments(**{name: value for name, value in given.items() if not SOME[kind] or name in SOME[kind]})

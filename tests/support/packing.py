@@ -1,6 +1,5 @@
 """Packed calls that say what a padded call says: rows without gaps, state in slots, all that is unused poisoned."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -64,81 +63,6 @@ def in_slots(value: Any, slots: Tensor, num_slots: int) -> Any:
     by_slot = value.new_full((num_slots, *value.shape[1:]), NAN if value.is_floating_point() else -(2**30))
     by_slot[slots.long()] = value
     return by_slot
-
-
-LOW, HIGH = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-HOSTILE_STARTS = [
-    [
-        HIGH,
-        LOW,
-        1,
-        4,
-        3,
-        8,
-        8,
-        10,
-    ],  # decreasing, from far before the first, sound, decreasing, five rows, none, too far
-    [0, 1, 2, 3, 5, 6, 7, 8],
-]
-"""Of seven requests of three drafts at most, where there are eight rows and five slots."""
-
-HOSTILE_SLOTS = [[4, 0, 1, 2, 3, 2, 2], [0, 5, -1, HIGH, LOW, 2**31, 4]]
-
-
-def is_sound(starts: Sequence[int], slots: Sequence[int], request: int) -> bool:
-    """Whether a request of those has rows and a slot."""
-    first, end = starts[request : request + 2]
-    return 0 <= first < end <= 8 and end - first <= 4 and 0 <= slots[request] < 5
-
-
-def in_one_slot(value: Any, slots: Tensor) -> Any:
-    """What is by request as it is if requests with the same slot share what the first of them has."""
-    if isinstance(value, Sampling):
-        return Sampling(*[in_one_slot(part, slots) for part in value])
-    firsts = [slots.tolist().index(slot) for slot in slots.tolist()]
-    return value[firsts] if isinstance(value, Tensor) else value
-
-
-def numbers_of(batch: Case, draw: random.Random, method: str, place: tuple[str, str]) -> dict:
-    """Options of a call, each a number, a tensor by request, or not given, and with draft logits what comes with them."""
-    requests, device = len(batch.seeds), place[1]
-
-    def limit(*values: float, dtype: torch.dtype = torch.float32) -> float | Tensor | None:
-        each = torch.tensor([draw.choice(values) for _ in range(requests)], dtype=dtype, device=device)
-        return draw.choice([None, values[0], each])
-
-    options = {
-        "temperature": draw.choice([0.7, 0.0, batch.temperature, batch.temperature]),
-        "seeds": draw.choice([5, batch.seeds, batch.seeds]),
-        "positions": draw.choice([None, batch.positions]),
-        "logprobs": draw.choice([None, "processed", "raw"]),
-    }
-    if draw.random() < 0.5:
-        options |= {
-            "top_k": limit(5, 0, 20, dtype=torch.int32),
-            "top_p": limit(0.9, 1.0, 0.3),
-            "min_p": limit(0.05, 0.0),
-        }
-    if draw.random() < 0.7:
-        options["draft_logits"] = batch.draft_logits
-        kind = draw.choice(["read", "given", "otherwise"])
-        if kind == "otherwise" and place[0] == "eager":
-            options["draft_sampling"] = Sampling(
-                draw.choice([1.2, batch.temperature.clamp(min=0.5)]), limit(9, 4, dtype=torch.int64)
-            )
-        if kind == "given":
-            with_draft = {name: options.get(name) for name in ("top_k", "top_p", "min_p")}
-            drafts = [
-                sampler_of(method, place[0]).draft(
-                    batch.draft_logits[:, i], options["temperature"], options["seeds"], offset=i, **with_draft
-                )
-                for i in range(batch.draft_logits.shape[1])
-            ]
-            if drafts:
-                options["draft_logsumexp"] = torch.stack([draft.logsumexp for draft in drafts], 1)
-                if drafts[0].cutoff is not None:
-                    options["draft_cutoff"] = torch.stack([draft.cutoff for draft in drafts], 1)
-    return options
 
 
 METHODS = ["strict", "probabilistic", "block", "synthetic"]

@@ -1,16 +1,10 @@
-"""Truncations to try, what they keep by the rules as they are told, and what the reference makes of a call."""
+"""Truncations to try, rows that are hard to cut, and the tokens that are kept by the rules, in fractions."""
 
 from collections.abc import Mapping
 from fractions import Fraction
 
 import torch
 from torch import Tensor
-
-from reference import oracle
-from reference.sampling import Sampling
-from specdecode import AcceptanceSchedule, Adjustments
-from tests.support import adjusted
-from tests.support.differential import Case
 
 NAN, INF = float("nan"), float("inf")
 
@@ -43,43 +37,9 @@ TRUNCATIONS: dict[str, dict] = {
 }
 
 
-SCHEDULE = AcceptanceSchedule.from_rates([0.8, 0.5, 0.3])
-
-
 def of_request(options: Mapping, index: int) -> dict:
     """One request's options, as plain numbers."""
     return {name: value[index].item() if isinstance(value, Tensor) else value for name, value in options.items()}
-
-
-def on(device: str, options: Mapping) -> dict:
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-
-
-def expected(
-    method: str,
-    batch: Case,
-    options: Mapping,
-    draft_options: Mapping | None,
-    with_logits: bool,
-    adjustments: Adjustments | None = None,
-) -> list:
-    outcomes = []
-    for index in range(len(batch.seeds)):
-        target, token_ids, draft = batch.rows(index)
-        keywords = {**batch.request(index), **of_request(options, index)}
-        if adjustments is not None:
-            logits = batch.target_logits[index].cpu()
-            target = logits.to(torch.promote_types(logits.dtype, torch.float32)).numpy()
-            keywords["adjustments"] = adjusted.of_request(adjustments, index, target.shape[-1])
-        rows = (target, token_ids)
-        if method != "strict":
-            rows = (target, token_ids, draft if with_logits else None)
-            if draft_options is not None:
-                keywords["draft_sampling"] = Sampling(**of_request(draft_options, index))
-        if method == "synthetic":
-            keywords["conditional_rates"] = SCHEDULE.conditional_rates
-        outcomes.append(oracle.verify(method, *rows, **keywords))
-    return outcomes
 
 
 ROWS_THAT_HURT: dict[str, Tensor] = {

@@ -232,11 +232,12 @@ def register() -> None:
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `sgl.Engine`, but the models."""
     running = max(RUNNING, *options.requests)
+    topk, nodes = options.tree or (1, options.num_draft_tokens + 1)
     return {
         "speculative_algorithm": DRAFTS[options.draft],
         "speculative_num_steps": options.num_draft_tokens,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": options.num_draft_tokens + 1,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": nodes,
         "speculative_use_rejection_sampling": options.drawn,
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
@@ -415,7 +416,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", choices=DRAFTS, required=True)
     parser.add_argument("--drawn", action="store_true", help="draw drafts, by an EAGLE head: rejection sampling")
     parser.add_argument("--method", choices=("probabilistic", "strict", "block"), default="probabilistic")
-    parser.add_argument("--num-draft-tokens", type=int, default=3, help="drafts of a request")
+    parser.add_argument("--num-draft-tokens", type=int, default=3, help="drafts of a request; the depth of a tree")
+    parser.add_argument("--tree", type=int, nargs=2, metavar=("TOPK", "NODES"), help="verify trees, such as 4 12")
     parser.add_argument("--requests", type=int, nargs="+", default=(1, 32, 256), help="of what is timed")
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--target", type=Path)
@@ -426,6 +428,8 @@ def start(options: argparse.Namespace) -> SwitchedEngine:
     """Start an engine, whose processes find the plug-in."""
     if options.drawn and options.draft == "standalone":
         raise SystemExit("--drawn: expected --draft eagle, SGLang draws no others")
+    if options.drawn and options.tree:
+        raise SystemExit("--tree: expected no --drawn, SGLang draws no trees")
     if (options.target is None) != (options.draft_model is None):
         raise SystemExit("--target, --draft-model: expected both or neither")
     directory = TemporaryDirectory()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdecode import RejectionSampler
 from specdecode.arguments import check_count
+from specdecode.batch import TARGET_ONLY
 from specdecode.integrations.transformers.models import CachedModel
 from specdecode.integrations.transformers.processors import Processors
 from specdecode.integrations.transformers.requests import Batch
@@ -159,7 +160,7 @@ class ModelDrafter(Drafter):
             tokens = torch.cat([tokens, token], dim=1)
             rows.append(row)
         token_ids = torch.stack(kept, dim=1) if kept else tokens[:, :0]
-        if not rows or self.sampler.method == "strict":  # which needs no draft logits
+        if not rows or self.sampler.method in TARGET_ONLY:
             return Drafts(token_ids)
         logsumexp = torch.stack([step.logsumexp for step in drawn], dim=1)
         cutoffs = [step.cutoff for step in drawn if step.cutoff is not None]
