@@ -436,7 +436,7 @@ def test_the_demo_truncates_all_methods_and_says_so(capsys, monkeypatch):
     assert status == 0
     assert "(strict, temperature 0.8, top-k 20, top-p 0.9, min-p 0.02)" in out
     assert "strict was identical to plain decoding, token for token (24 of 24 texts)" in out
-    assert len(sampled) == 3
+    assert len(sampled) == 4
     assert all(each == [0.8, 20, 0.9, 0.02] for each in sampled)
 
 
@@ -452,7 +452,7 @@ def test_the_demo_tells_what_each_method_saves_and_that_strict_is_plain_decoding
     assert status == 0
     (of_methods,) = decided
     rows = {}
-    for name in ("strict", "probabilistic", "block", "prompt lookup"):
+    for name in ("strict", "probabilistic", "block", "prompt lookup", "tree"):
         row = re.search(rf"^ *{name} +(\d\.\d\d) +(\d+) *$", out, flags=re.M)
         mean, calls = map(float, row.groups())
         assert calls == pytest.approx(1000 / (1 + mean), abs=6)

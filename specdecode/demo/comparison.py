@@ -46,6 +46,7 @@ SHOWN_TOKENS = 64
 EXPLANATION = """\
 drafts accepted: the mean; strict, probabilistic and block judge the same drafts
 prompt lookup: strict, with drafts copied from the text so far, where it has any
+tree: strict, 4 candidates for the next token, 2 after each; its calls are larger
 calls of the target: each gives 1 token without drafts, 1 + accepted with them
 """
 
@@ -112,7 +113,13 @@ class Run:
     progress: Progress
 
     def generate(
-        self, name: str, drafter: Any, method: RejectionSampler, prompts: Sequence[torch.Tensor], num_tokens: int
+        self,
+        name: str,
+        drafter: Any,
+        method: RejectionSampler,
+        prompts: Sequence[torch.Tensor],
+        num_tokens: int,
+        tree: Sequence[int] | None = None,
     ) -> tuple[GenerationOutput, list[Step]]:
         """Generate a text of so many tokens after each prompt; return the texts and their steps."""
         from specdecode.integrations.transformers import generate
@@ -137,6 +144,7 @@ class Run:
             seeds=self.options.seed,
             eos_token_id=[],  # so that all texts have equally many tokens
             on_step=on_step,
+            tree=tree,
         )
         self.progress.remove_task(task)
         return output, steps
@@ -176,13 +184,15 @@ def compare_methods(options: Namespace, console: Console) -> None:
         plain, _ = run.generate("plain decoding", None, strict, batch, num_new)
         compared, steps = run.generate("three methods", models.draft, comparison, batch, num_new)
         _, by_lookup = run.generate("prompt lookup", PromptLookup(), strict, batch, num_new)
+        _, by_tree = run.generate("tree", models.draft, strict, batch, num_new, tree_of(num_drafts))
 
     numbers = zip(("temperature", "top-k", "top-p", "min-p"), sampling)
     given = ", ".join(f"{name} {value:g}" for name, value in numbers if value is not None)
     console.print(f"So a text begins (strict, {given}):\n")
     show_beginning(Continuation(models.tokenizer, prompts[0].tolist()), texts[0], steps, console)
 
-    accepted = comparison.accepted() | {"prompt lookup": accepted_in(by_lookup, num_drafts, num_new)}
+    others = {"prompt lookup": by_lookup, "tree": by_tree}
+    accepted = comparison.accepted() | {name: accepted_in(steps, num_drafts, num_new) for name, steps in others.items()}
     table = savings_table({name: number.double().mean().item() for name, number in accepted.items()}, num_drafts)
     table.title = f"{len(batch)} texts of {num_new} tokens"
     console.print(table)
@@ -223,6 +233,15 @@ def padded(prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]
         input_ids[row, width - len(prompt) :] = prompt
         mask[row, width - len(prompt) :] = 1
     return input_ids, mask
+
+
+def tree_of(depth: int) -> list[int]:
+    """Return the widths of the demo's tree: 4, 2, then 1.
+
+    >>> tree_of(2), tree_of(4)
+    ([4, 2], [4, 2, 1, 1])
+    """
+    return [4, 2, *[1] * depth][:depth]
 
 
 def accepted_in(steps: Sequence[Step], num_draft_tokens: int, max_new_tokens: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ modules in this order:
     stops              stop tokens and stop strings
     generation_config  the fields of a generation config
     processors         logits processors, each row with its own prefix
+    trees              only for `tree`: drafts in levels, with an attention mask
     outputs            the output and the report of each step
 """
 

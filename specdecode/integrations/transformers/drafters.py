@@ -168,11 +168,14 @@ class ModelDrafter(Drafter):
         return Drafts(token_ids, torch.stack(rows, dim=1), logsumexp, cutoff)
 
     def row(self, tokens: Tensor, batch: Batch, num_drafts: int, used: Tensor) -> Tensor:
-        """Return the draft model's processed rows that follow `tokens`, [requests, target vocab].
+        """Return the draft model's processed rows that follow `tokens`, [requests, target vocab]."""
+        row = self.fitted(self.model.logits(tokens, batch.lengths + num_drafts, keep=1)[:, 0])
+        return self.processors.process_row(row, tokens, batch, num_drafts, used)
+
+    def fitted(self, rows: Tensor) -> Tensor:
+        """Return rows of the draft model with the target's tokens, [rows, target vocab].
 
         A token that the draft model lacks has logit -inf: it is never drafted.
         """
-        row = self.model.logits(tokens, batch.lengths + num_drafts, keep=1)[:, 0]
-        missing = self.vocab_size - row.shape[-1]
-        row = F.pad(row, (0, missing), value=-torch.inf) if missing > 0 else row[:, : self.vocab_size]
-        return self.processors.process_row(row, tokens, batch, num_drafts, used)
+        missing = self.vocab_size - rows.shape[-1]
+        return F.pad(rows, (0, missing), value=-torch.inf) if missing > 0 else rows[:, : self.vocab_size]

@@ -38,6 +38,7 @@ from specdecode.integrations.transformers.outputs import GenerationOutput, Step
 from specdecode.integrations.transformers.processors import Processors
 from specdecode.integrations.transformers.requests import Batch, Request, map_tensors
 from specdecode.integrations.transformers.stops import Stops, find_stop_strings
+from specdecode.integrations.transformers.trees import with_tree
 from specdecode.sampler import Method
 
 
@@ -67,6 +68,7 @@ def generate(
     stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
     token_type_ids: Tensor | None = None,
+    tree: Sequence[int] | None = None,
 ) -> GenerationOutput:
     """Generate tokens with the target model's distribution, in fewer calls of the target than tokens.
 
@@ -119,6 +121,9 @@ def generate(
             the config, [] = none.
         tokenizer: the target's, needed only where there are stop strings.
         token_type_ids: ignored, so that `**tokenizer(...)` can be passed; refused if a model reads them.
+        tree: widths by level, each at most 8, in place of `num_draft_tokens`: (4, 2, 1) drafts four candidates for the next
+            token, two after each of them, and one after each of these. The method must be `"strict"`, the drafter a draft
+            model, and both models must take 4-D attention masks.
 
     Returns:
         The sequences, the kind of each new token, and acceptance statistics.
@@ -126,9 +131,9 @@ def generate(
     Raises:
         TypeError: an argument of the wrong type or dtype, or a model that is not a causal language model.
         ValueError: an argument is out of range or does not fit the others, the config asks for something that is not
-            supported, a model is in training mode, has a cache of other states than keys and values, takes no position_ids,
-            has too few positions, or logits of another width than its embeddings, or all logits of the target in a row are
-            NaN or -inf.
+            supported, the method, the drafter or a model cannot handle a tree, a model is in training mode, has a cache of
+            other states than keys and values, takes no position_ids, has too few positions, or logits of another width than
+            its embeddings, or all logits of the target in a row are NaN or -inf.
 
     Example:
         >>> import torch
@@ -182,6 +187,8 @@ def generate(
     stats = None if draft is None else AcceptanceStats(num_draft_tokens, device=device)
     on_step = streaming(streamer, input_ids, on_step)
     loop = Loop(target_model, drafter, sampler, num_draft_tokens, stops, processors, stats, on_step)
+    if tree is not None:
+        loop = with_tree(loop, tree)
     lengths = prompts.sum(1)
     requests = [Request(row, length, length + max_new_tokens) for row, length in enumerate(lengths.tolist())]
     tokens = input_ids.masked_fill(~prompts, 0)[:, -longest_prompt:].to(device)

@@ -61,15 +61,26 @@ class CachedModel:
         Returns:
             [requests, keep, vocab] any float.
         """
-        width, device = tokens.shape[1], self.model.device
+        width = tokens.shape[1]
         positions = torch.arange(width, device=tokens.device) - (width - lengths)[:, None]
+        return self.forward(tokens, positions[:, self.num_columns :], (positions >= 0).long(), keep)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention_mask: Tensor, keep: int) -> Tensor:
+        """Return the logits of the last `keep` columns, [requests, keep, vocab], given positions and mask.
+
+        Args:
+            tokens: [requests, width] int64, right-aligned.
+            positions: [requests, columns that the cache lacks] int64; those of padding may be out of range.
+            attention_mask: as the model takes it.
+            keep: number of columns.
+        """
+        width, device = tokens.shape[1], self.model.device
         # Columns past a request's own drafts can lie beyond its last position; their logits are not used.
-        position_ids = positions[:, self.num_columns :].clamp(0, self.last_position)
-        options = {"position_ids": position_ids.to(device), "logits_to_keep": keep}
+        options = {"position_ids": positions.clamp(0, self.last_position).to(device), "logits_to_keep": keep}
         output = self.model(
             # A draft model may lack tokens of the target: another token in their place costs only acceptance.
             input_ids=tokens[:, self.num_columns :].clamp(max=self.num_embeddings - 1).to(device),
-            attention_mask=(positions >= 0).long().to(device),
+            attention_mask=attention_mask.to(device),
             use_cache=True,
             **{self.cache_name: self.cache},
             **{name: value for name, value in options.items() if self.takes_any or name in self.parameters},

@@ -37,7 +37,7 @@ class Step(NamedTuple):
     """The kind of each new token."""
 
     draft_token_ids: list[int]
-    """All drafts, accepted or rejected."""
+    """All drafts, accepted or rejected; those of a tree level by level."""
 
 
 @dataclass(frozen=True)

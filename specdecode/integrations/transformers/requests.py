@@ -42,12 +42,19 @@ class Request:
         """The number of tokens so far, prompt included."""
         return self.prompt_length + len(self.token_ids)
 
-    def advance(self, token_ids: list[int], draft_ids: list[int], ends: list[bool]) -> Step:
-        """Append what a step emitted, up to the first token that ends the text."""
+    def advance(self, token_ids: list[int], num_drafts: int, draft_ids: list[int], ends: list[bool]) -> Step:
+        """Append the tokens that a step emitted, up to the first token that ends the text.
+
+        Args:
+            token_ids: the emitted tokens, then -1.
+            num_drafts: the most drafts that could be accepted.
+            draft_ids: the drafts, and -1 where there is none.
+            ends: whether each of `token_ids` ends the text.
+        """
         emitted = list(takewhile(lambda token: token >= 0, token_ids))
-        drafted = list(takewhile(lambda token: token >= 0, draft_ids))
+        drafted = [token for token in draft_ids if token >= 0]
         num_accepted = len(emitted) - 1
-        last = TokenKind.RECOVERED if num_accepted < len(drafted) else TokenKind.BONUS if drafted else TokenKind.PLAIN
+        last = TokenKind.RECOVERED if num_accepted < num_drafts else TokenKind.BONUS if drafted else TokenKind.PLAIN
         end = next((i + 1 for i, is_end in enumerate(ends) if is_end), None)
         step = Step(self.row, emitted[:end], [*[TokenKind.ACCEPTED] * num_accepted, last][:end], drafted)
         self.token_ids += step.token_ids
