@@ -72,7 +72,7 @@ ARGUMENTS = {
         FLOATS, ("slot",), "finite numbers >= 0", lambda values, _: (values >= 0) & (abs(values) < math.inf)
     ),
     "seeds": Argument((torch.int64,), ("slot",)),
-    "top_k": Argument(INTEGERS, ("slot",), "integers >= 0", lambda values, _: values >= 0, neutral=0),
+    "top_k": Argument(INTEGERS, ("slot",), "numbers >= 0", lambda values, _: values >= 0, neutral=0),
     "top_p": Argument(
         FLOATS, ("slot",), "numbers in (0, 1]", lambda values, _: (values > 0) & (values <= 1), neutral=1
     ),
@@ -564,13 +564,10 @@ def check_number(name: str, value: Any, sizes: Sizes, prefix: str = "") -> Any:
         return check_argument(name, value, sizes, prefix)
     argument = ARGUMENTS[name]
     kind: type = int if argument.dtypes is INTEGERS else float
-    singular = argument.expected.replace("numbers", "number").replace("integers", "integer")
-    expected = f"{'an' if kind is int else 'a'} {singular}"
+    expected = ("an " if kind is int else "a ") + argument.expected.replace("numbers", kind.__name__)
     # The built-in type comes first because the check for an abstract class takes longer.
     if isinstance(value, bool) or not isinstance(value, (kind, Integral if kind is int else Real)):
-        raise TypeError(
-            f"{prefix}{name}: expected {expected} or a tensor of these, got {shown(value)} ({type(value).__name__})"
-        )
+        raise TypeError(f"{prefix}{name}: expected {expected} or a [batch] tensor, got {type(value).__name__}")
     try:
         number = kind(value)
     except OverflowError:
@@ -729,7 +726,8 @@ def check_needs(name: str, needed: str, value: object) -> None:
 def check_bundle(name: str, value: object, kind: type) -> None:
     """Raise unless the argument is None or a bundle of this type."""
     if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
+        article = "a " if kind is Sampling else ""
+        raise TypeError(f"{name}: expected {article}{kind.__name__}, got {type(value).__name__}")
 
 
 def check_count(name: str, value: object, most: int | None = None, least: int = 1) -> int:

@@ -527,10 +527,10 @@ class RejectionSampler:
         positions: Tensor | None = None,
         *,
         offset: int = 0,
-        width: int | None = None,
         top_k: int | Tensor | None = None,
         top_p: float | Tensor | None = None,
         min_p: float | Tensor | None = None,
+        width: int | None = None,
     ) -> DraftOutput:
         """Draw one draft token per request, or the children of one node, with the noise that this sampler's method needs.
 
@@ -548,11 +548,11 @@ class RejectionSampler:
             seeds: as for verification; pass the same.
             positions: [batch] int64, the absolute position of the token drawn; None means 0.
             offset: index of this draft in its step, from 0.
-            width: draw so many siblings for [`tree`][specdecode.RejectionSampler.tree], 8 at most; `"strict"` alone. The
-                first is the token that is drawn without `width`. None: no siblings.
             top_k: as for verification; pass the same, or say there by `draft_sampling` how drafts were drawn.
             top_p: likewise.
             min_p: likewise.
+            width: draw so many siblings for [`tree`][specdecode.RejectionSampler.tree], 8 at most; `"strict"` alone. The
+                first is the token that is drawn without `width`. None: no siblings.
 
         Returns:
             Token ids, [batch], or with `width` [batch, width] with the likeliest to be the target's own token first, -1

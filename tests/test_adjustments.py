@@ -115,10 +115,10 @@ def test_the_largest_count_does_not_overflow():
 # ---------------------------------------------------------------------------------------------------------------------
 
 WRONG = {
-    "repetition_penalty: expected a finite number > 0": {"repetition_penalty": 0.0},
-    "repetition_penalty: expected a finite number > 0, got nan": {"repetition_penalty": NAN},
-    "frequency_penalty: expected a finite number": {"frequency_penalty": 10**400},
-    "presence_penalty: expected a finite number or a tensor": {"presence_penalty": "1"},
+    "repetition_penalty: expected a finite float > 0": {"repetition_penalty": 0.0},
+    "repetition_penalty: expected a finite float > 0, got nan": {"repetition_penalty": NAN},
+    "frequency_penalty: expected a finite float": {"frequency_penalty": 10**400},
+    "presence_penalty: expected a finite float or a": {"presence_penalty": "1"},
     "repetition_penalty: expected finite numbers > 0": {"repetition_penalty": torch.tensor([1.0, -2.0])},
     r"repetition_penalty: expected shape \[2\]": {"repetition_penalty": torch.ones(3)},
     r"prompt_mask: expected shape \[2, 3\]": {"prompt_mask": torch.zeros(2, 70, dtype=torch.int32)},

@@ -145,7 +145,7 @@ def test_more_than_1024_kept_tokens_are_told_by_the_last_one(any_place, dtype):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"top_logprobs": 5}, ValueError, "top_logprobs: given without logprobs, which says of which distribution"),
+        ({"top_logprobs": 5}, ValueError, "top_logprobs: needs logprobs="),
         ({"top_logprobs": 21, "logprobs": "raw"}, ValueError, "top_logprobs: expected at most 20, got 21"),
         ({"top_logprobs": -1, "logprobs": "raw"}, ValueError, "top_logprobs: expected an int >= 0, got -1"),
         ({"top_logprobs": 2.0, "logprobs": "raw"}, TypeError, r"top_logprobs: expected an int >= 0, got 2.0 \(float\)"),

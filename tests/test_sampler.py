@@ -69,7 +69,7 @@ SAMPLING = [("temperature", 1.0), *SEEDED]
                 ("kept_sets", False),
             ],
         ),
-        (RejectionSampler.draft, [("logits", REQUIRED), *SAMPLING], [("offset", 0), *TRUNCATION]),
+        (RejectionSampler.draft, [("logits", REQUIRED), *SAMPLING], [("offset", 0), *TRUNCATION, ("width", None)]),
         (sample, [("logits", REQUIRED), *SAMPLING], [*TRUNCATION, ("shard", None), ("adjustments", None)]),
     ],
     ids=["RejectionSampler", "call", "draft", "sample"],

@@ -268,7 +268,7 @@ BAD = {
     "parents: expected dtype": {"parents": torch.zeros(2, 3)},
     "max_depth: expected an int >= 0": {"max_depth": -1},
     "positions: expected shape": {"positions": torch.zeros(3, dtype=torch.int64)},
-    "top_p: expected a number": {"top_p": 1.5},
+    "top_p: expected a float": {"top_p": 1.5},
     "draft_logsumexp: trees": {"draft_logsumexp": torch.zeros(2, 2)},
     "vocab_size: trees take no such argument": {"vocab_size": 100},
     "temperature: expected shape": {"temperature": torch.ones(5)},
