@@ -166,18 +166,19 @@ def test_trees_are_verified_as_by_the_reference(monkeypatch, backend, dtype, voc
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_text_is_that_of_plain_sampling(monkeypatch, backend):
-    given = trees(50, torch.float32, seed=3, requests=40)
+    requests = 40 if ON_GPU or backend == "eager" else 15
+    given = trees(50, torch.float32, seed=3, requests=requests)
     output = sampler_of(backend, monkeypatch).tree(**call(given, None))
-    row, alive = torch.zeros(40, dtype=torch.int64), torch.ones(40, dtype=torch.bool)
+    row, alive = torch.zeros(requests, dtype=torch.int64), torch.ones(requests, dtype=torch.bool)
     for depth in range(DEPTH + 1):
-        rows = given.target_logits[torch.arange(40), row].to(DEVICE)
+        rows = given.target_logits[torch.arange(requests), row].to(DEVICE)
         options = given.temperature.to(DEVICE), given.seeds.to(DEVICE), (given.positions + depth).to(DEVICE)
         plain = sample(rows, *options).cpu()
         assert torch.equal(output.token_ids[:, depth].cpu(), torch.where(alive, plain, -1))
         if depth < DEPTH:
             row = output.nodes[:, depth].cpu().long().clamp(min=0)
             alive &= output.nodes[:, depth].cpu() >= 0
-    assert output.num_accepted.sum() > 20
+    assert output.num_accepted.sum() > requests // 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -290,7 +291,7 @@ def test_wrong_arguments_are_named(message):
 
 @pytest.mark.parametrize("backend", BACKENDS[:2])  # penalties need rounds
 def test_a_chain_is_verified_as_a_chain_its_drafts_counted(monkeypatch, backend):
-    requests, vocab, generator = 120, 5, torch.Generator().manual_seed(0)
+    requests, vocab, generator = 60, 5, torch.Generator().manual_seed(0)
     rows = torch.randn(requests, DEPTH + 1, vocab, generator=generator).to(DEVICE)
     rows[..., :2] += 2
     drafts = torch.randint(0, 2, (requests, DEPTH), generator=generator).to(DEVICE)  # many of them equal
@@ -302,7 +303,7 @@ def test_a_chain_is_verified_as_a_chain_its_drafts_counted(monkeypatch, backend)
     tree = sampler.tree(rows, token_ids, parents, max_depth=DEPTH, **options, adjustments=penalties)
     assert torch.equal(tree.token_ids, chain.token_ids)
     assert torch.equal(tree.num_accepted, chain.num_accepted)
-    assert (chain.num_accepted >= 2).sum() > 10
+    assert (chain.num_accepted >= 2).sum() > 5
     assert not torch.equal(chain.token_ids, sampler(rows, drafts, **options).token_ids)
 
 
@@ -381,13 +382,14 @@ def test_a_captured_call_replays_with_new_trees():
         assert torch.equal(got, other)
 
 
-@pytest.mark.parametrize("backend", ["eager", *["triton"] * HAS_TRITON])
-@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+ROWS = [(7, torch.float32), (3100, torch.bfloat16), *[(9300, torch.float16)] * ON_GPU]
+
+
 @pytest.mark.parametrize(
-    ("vocab", "dtype"), [(7, torch.float32), (9300, torch.bfloat16), (5000, torch.float16)], ids=str
+    ("backend", "truncation", "rows_of"), combine(["eager", *["triton"] * HAS_TRITON], TRUNCATIONS, ROWS), ids=str
 )
-def test_siblings_are_those_of_the_reference(backend, truncation, vocab, dtype):
-    requests, excused = 24, 0
+def test_siblings_are_those_of_the_reference(backend, truncation, rows_of):
+    (vocab, dtype), requests, excused = rows_of, 12, 0
     sampler, generator = RejectionSampler("strict", backend=backend), torch.Generator().manual_seed(vocab)
     rows = (3 * torch.randn(requests, vocab, generator=generator)).to(dtype)
     rows[1], rows[2, 3], rows[3, 2:], rows[4, ::2] = float("nan"), float("inf"), float("-inf"), float("nan")
@@ -396,7 +398,7 @@ def test_siblings_are_those_of_the_reference(backend, truncation, vocab, dtype):
     seeds, positions = (torch.randint(0, 2**40, (requests,), generator=generator) for _ in range(2))
     arguments = [each.to(DEVICE) for each in (rows, temperature, seeds, positions)]
     plain = sampler.draft(*arguments, **truncation)
-    for width in (1, 3, 8) if ON_GPU or backend == "eager" else (3, 8):
+    for width in (1, 3, 8) if ON_GPU or backend == "eager" else (4,):
         draft = sampler.draft(*arguments, **truncation, width=width)
         assert draft.token_ids.shape == (requests, width)
         assert torch.equal(draft.token_ids[:, 0], plain.token_ids)
