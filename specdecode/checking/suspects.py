@@ -38,7 +38,7 @@ MOST = 4
 def by_signature(asked: set[str], failed: set[str]) -> list[str]:
     """Return the ids of the mistakes that are known by the checks that they make fail.
 
-    If requests are not independent, most other checks fail, too: only those of independence tell something.
+    If requests are not independent, most other checks fail, too: only the checks of independence are informative.
     """
     if failed & set(INDEPENDENCE):
         asked, failed = asked & set(INDEPENDENCE), failed & set(INDEPENDENCE)
