@@ -125,7 +125,7 @@ class Step:
         self.margin = np.inf
 
     def decide(self, choice: Choice) -> int:
-        """Take note of how close a decision was, and return what was decided."""
+        """Lower the step's margin to the decision's if that is smaller, and return the decision."""
         self.margin = min(self.margin, choice.margin)
         return choice.index
 

@@ -162,7 +162,7 @@ class Models:
 
 
 def load_from(folder: Path, option: str, loader: Any, **options: Any) -> Any:
-    """Return the model, config or tokenizer that `loader.from_pretrained` reads from a folder.
+    """Return the model or tokenizer that `loader.from_pretrained` reads from a folder.
 
     Raises:
         ValueError: it could not be loaded, for any reason; the message names the option that gave the folder.
@@ -214,7 +214,7 @@ class Continuation:
         return text
 
     def add(self, step: Step) -> list[tuple[str, str]]:
-        """Take the tokens of the next step; return what is now certain of the text, each token's kind and characters."""
+        """Take the tokens of the next step; return the text that is now certain, (kind, characters) of each token."""
         for kind, token_id in zip(step.kinds, step.token_ids):
             self.token_ids.append(token_id)
             self.kind = kind.name.lower()

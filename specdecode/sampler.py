@@ -1,4 +1,4 @@
-"""RejectionSampler: check the arguments, pass the bundle of tensors to a backend, return what it decided."""
+"""RejectionSampler: check the arguments, pass the bundle of tensors to a backend, return the `SamplerOutput`."""
 
 from typing import Any, Literal, Unpack, get_args
 

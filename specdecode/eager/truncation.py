@@ -70,7 +70,7 @@ def row_sampling(temperature: Tensor, truncation: Truncation | None, vocab: int)
 
 
 def of_drafts(sampling: RowSampling, greedy: Tensor | bool, target_temperature: Tensor) -> RowSampling:
-    """Return how drafts were drawn, beside the target's temperature; greedy ones have a top_k of 1."""
+    """Return the drafts' sampling, with the target's temperature beside it; greedy drafts have a top_k of 1."""
     whole = torch.full_like(target_temperature, ALL, dtype=torch.int64)
     top_k = whole if sampling.top_k is None else sampling.top_k
     top_k = top_k.masked_fill(greedy, 1) if isinstance(greedy, Tensor) else torch.ones_like(top_k) if greedy else top_k

@@ -89,7 +89,7 @@ def load_adjustments(tokens, adjustments):
 
 @triton.jit
 def in_span(token_ids, span):
-    """Return whether tokens are in a span, as integers; the token -1 is in no span, not even that of -1."""
+    """Return 1 for tokens inside a span, 0 for others; the token -1 is in no span, not even in the span of -1."""
     return ((token_ids >= tl.maximum(span[0], 0)) & (token_ids <= span[1])).to(tl.int32)
 
 

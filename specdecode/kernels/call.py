@@ -108,7 +108,7 @@ def verify(
 
 
 def add_rows(method: Method, batch: VerificationBatch, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Add the rows that a verification reads, and where those of each request are."""
+    """Add the rows that a verification reads, and the index of each request's rows."""
     tensors["target"], packing = batch.target_logits, batch.packing
     if packing is not None:
         numbers["num_slots"] = packing.num_slots

@@ -79,7 +79,7 @@ class Source(ASTSource):  # type: ignore[misc]
     """
 
     def make_ir(self, *args: Any, **kwargs: Any) -> Any:
-        """Read the source; all other work of the compiler is done beside that of others."""
+        """Read the source under a lock; other stages of the compiler run concurrently."""
         with _reading:
             return super().make_ir(*args, **kwargs)
 
@@ -91,7 +91,7 @@ class Launch(NamedTuple):
     """A launch of a plan."""
 
     kernel: Any
-    grid: tuple[str, str, str]  # expressions, as those of symbols
+    grid: tuple[str, str, str]  # expressions, like a symbol's
     bundles: tuple[Any, ...]
     options: dict[str, Any]
 
@@ -184,7 +184,7 @@ class Part(NamedTuple):
     """A part of a workspace."""
 
     dtype: torch.dtype  # of 32 or 64 bits
-    length: str  # an expression, as those of symbols
+    length: str  # an expression, like a symbol's
 
 
 class Plan:
@@ -254,7 +254,7 @@ class Plan:
             self.launch(launches)
 
     def allocate(self, length: int, zeros: int) -> Tensor:
-        """Return memory for a workspace of so many 32-bit words, the first few of which are zeros."""
+        """Return a workspace of `length` 32-bit words; the first `zeros` are 0."""
         workspace = torch.empty(length, dtype=torch.int32, device=self.device)
         if zeros:
             workspace[:zeros].zero_()

@@ -160,7 +160,7 @@ def load_limits(limits, request, sizes):
 
 @triton.jit
 def load_draft_limits(inputs, request, sizes):
-    """Return those of a request's drafts; as many as the draft has tokens are all tokens."""
+    """Return (top_k, top_p, min_p) of a request's drafts; top_k >= the draft's vocabulary size keeps all tokens."""
     top_k, top_p, min_p = load_limits(inputs.draft_limits, request, sizes)
     if inputs.draft_vocabulary.ids_ptr is not None:
         top_k = tl.where(top_k < inputs.draft_vocabulary.size, top_k, sizes.vocab_size)

@@ -73,7 +73,7 @@ class Biases(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """A request's penalties, and what they are for."""
+    """A request's penalties, and the counts that they apply to."""
 
     is_any: Any  # whether one of the three is not neutral
     repetition: Any
@@ -92,7 +92,7 @@ def exists(part):
 
 @triton.constexpr_function
 def ordinal_shift(dtype, adjustments):
-    """Return the number of bits by which keys can be shifted at compile time: those of different logits stay different."""
+    """Return the number of bits by which keys can be shifted at compile time: different logits keep different keys."""
     return 0 if len(adjustments) > 0 else {"bf16": 16, "fp16": 13}.get(dtype.name, 0)
 
 

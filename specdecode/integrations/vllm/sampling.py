@@ -251,9 +251,9 @@ class TokenSampling:
         return why_not[0], why_not[1]
 
     def share(self) -> tuple[Any, ...]:
-        """Return the part of all ranks' kernels that this rank compiles before it looks for those of the others.
+        """Return the fields of a `Share`, (rank, world size, barrier); () without a group.
 
-        If they have no common cache of compiled kernels, as with vLLM's torch.compile, it compiles those, too.
+        A rank compiles its part of the kernels, then loads the other parts; without a common cache it compiles them, too.
         """
         group = group_of(self)
         return () if group is None else (group.rank_in_group, group.world_size, group.barrier)

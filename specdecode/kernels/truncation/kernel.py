@@ -1,11 +1,11 @@
-"""Truncation in Triton: the last token that top-k, top-p and min-p keep of a row, and the statistics of what is kept.
+"""Truncation in Triton: the last token that top-k, top-p and min-p keep of a row, and the statistics of the kept tokens.
 
 Kept are the first tokens in the order (logit descending, id ascending), up to the *cutoff*: of equal logits the lower ids. A
 program has one row. It looks for the cutoff among few candidates (`narrow`), several times at most, and if it is not there,
 in the whole row (`wide`).
 
-The program leaves the cutoff, and instead of the statistics of each block those of what is kept of it. So everything that
-follows computes with the truncated distribution: where logits are read again, `rows` makes -inf of those beyond the cutoff.
+The program stores the cutoff, and replaces the statistics of each block by statistics of its kept tokens. So later steps
+compute with the truncated distribution: where logits are read again, `rows` returns -inf beyond the cutoff.
 """
 
 import triton
@@ -67,10 +67,10 @@ def floor_of(row_max, temperature, limits):
 
 @triton.jit
 def level_of(maxima, lowest, seen, share, summary, sizes):
-    """Return a level: of top-k and min-p, such that all tokens that they keep reach it; of top-p alone, probably.
+    """Return a logit level that all kept tokens reach; with top-p alone only probably.
 
-    And, with top-p alone, the share of the group maxima that reach it. Those of the last attempt had `seen`, its candidates
-    `share`. From one level to the next tokens are taken to have the same part of all tokens left as maxima of maxima left.
+    With top-p alone, also return the share of the group maxima that reach it. In the last attempt the maxima had the share
+    `seen`, the candidates `share`. Tokens and maxima are assumed to reach the same part of what is left of their shares.
     """
     top_k, top_p, min_p = summary.limits
     amounts, goal, slack = tl.full([maxima.shape[0]], 1, tl.int32), top_k, top_k // 16
@@ -96,7 +96,7 @@ def level_of(maxima, lowest, seen, share, summary, sizes):
 
 @triton.jit
 def cut(row, every_maximum, maxima_ptr, summary, statistics_ptr, list_ptr, sizes):
-    """Return the cutoff of a row with a finite maximum, where T > 0; leave the statistics of what is kept."""
+    """Return the cutoff of a row with a finite maximum, where T > 0; store the statistics of the kept tokens."""
     p, temperature, limits = summary.p, summary.temperature, summary.limits
     top_k, top_p, min_p = limits
     has_k = top_k < sizes.vocab_size

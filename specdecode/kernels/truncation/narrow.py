@@ -91,7 +91,7 @@ def token_in_order(order):
 
 @triton.jit
 def shares_of(logits, p, temperature):
-    """Return the probabilities of tokens before truncation, as integers of which `ALL` is 1."""
+    """Return the probabilities of tokens before truncation, as integers; `ALL` stands for 1."""
     weights = tl.exp2((logits - p.row_max) * base_2_scale(temperature))
     return (weights * (ALL / p.sumexp)).to(tl.int32)
 
@@ -250,7 +250,7 @@ def cut_candidates(list_ptr, found, is_complete, summary, MOST: tl.constexpr):
 
 @triton.jit
 def store_kept_candidates(statistics_ptr, last, list_ptr, found, summary, sizes):
-    """Replace the statistics of a row's blocks by those of the candidates up to the last that is kept."""
+    """Replace the statistics of a row's blocks by statistics of the kept candidates, up to `last`."""
     every_block = tl.arange(0, sizes.MAX_BLOCKS)
     inside, sums_ptr = every_block < sizes.num_blocks, numbers_at(list_ptr)
     tl.store(statistics_ptr + every_block * 2, summary.block_max, mask=inside)
