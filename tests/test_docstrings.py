@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 FILES = sorted(file for folder in ("specdecode", "reference") for file in (ROOT / folder).rglob("*.py"))
 NO_NOUN = re.compile(r"(?i)\breturn (what|how|which|where|why|that|who|when|as|those|the one)\b")
@@ -32,9 +30,10 @@ def test_docstrings_name_what_functions_return():
         for name, docstring in docstrings(file.read_text(encoding="utf-8"))
         for phrase in badly_said(docstring)
     ]
-    assert FILES and not found, "\n".join(found)
+    assert FILES
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("docstring", ["Return what it costs.", "Return 1.\n\nThe value is that\n    of the row."])
-def test_a_phrase_without_a_noun_is_found(docstring):
-    assert badly_said(docstring)
+def test_a_phrase_without_a_noun_is_found():
+    assert badly_said("Return what it costs.") == ["Return what"]
+    assert badly_said("Return 1.\n\nThe value is that\n    of the row.") == ["that of"]
