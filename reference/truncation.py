@@ -26,7 +26,7 @@ import numpy as np
 
 
 def truncate(probs, top_k: int | None = None, top_p=1, min_p=0):
-    """Return p', the distribution over what is kept.
+    """Return p', the distribution over the kept tokens.
 
     Of (0.1, 0.4, 0.2, 0.3) min_p = 0.3 leaves out what is below 0.3 * 0.4 = 0.12: token 0. The mass of the others is 0.9,
     and top_p = 0.75 needs 0.75 * 0.9 = 0.675. Tokens 1 and 3 have 0.7: enough.

@@ -1,4 +1,4 @@
-"""Rows in Triton: how a row of logits is read, 1,024 tokens at a time, and what is computed of it.
+"""Rows in Triton: reading a row of logits, 1,024 tokens at a time, and its statistics.
 
 With l the logits of a row and T the temperature, log p(x) = l_x / T - log(sum of exp(l_v / T)). The probabilities are never
 written: a row stays as the model wrote it, and one number more is the distribution.

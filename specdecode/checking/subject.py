@@ -207,7 +207,7 @@ def draft_options(draft: Callable[..., Any]) -> frozenset[str]:
 
 
 def as_array(output: Any) -> NDArray[Any]:
-    """Return an array of what was returned: an array, nested lists, or a tensor on any device."""
+    """Return an array, nested lists, or a tensor on any device as a NumPy array."""
     if hasattr(output, "detach"):  # PyTorch's, which this file does not import
         output = output.detach().cpu()
     return np.asarray(output)

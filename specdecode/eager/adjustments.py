@@ -21,7 +21,7 @@ class RowIndex(NamedTuple):
     slots: Tensor  # of all that is by slot
     requests: Tensor  # of the drafts
     offsets: Tensor  # how many drafts come before the row
-    masks: Tensor  # the row of the mask, if masks are by row alone; else not used
+    masks: Tensor  # the row of the mask, used only if masks are by row alone
 
 
 class AdjustedRows:
@@ -83,7 +83,7 @@ class AdjustedRows:
 
 
 def add_bias(rows: Tensor, adjustments: Adjustments, slots: Tensor) -> Tensor:
-    """Return l + b of [..., vocab] rows; a bias that is NaN, or of what is no token, is none."""
+    """Return l + b of [..., vocab] rows; a bias that is NaN or has no token is 0."""
     assert adjustments.bias_ids is not None
     assert adjustments.bias is not None
     ids = adjustments.bias_ids[slots].to(torch.int64)

@@ -128,7 +128,7 @@ def listed(is_kept: Tensor) -> tuple[Tensor, Tensor]:
     ids = torch.arange(is_kept.shape[-1], dtype=torch.int32, device=is_kept.device)
     num_kept = is_kept.sum(dim=-1)
     is_listed = is_kept & (num_kept <= MOST_KEPT)[..., None]
-    entries = (is_kept.cumsum(dim=-1) - 1).where(is_listed, MOST_KEPT)  # one more, for all else
+    entries = (is_kept.cumsum(dim=-1) - 1).where(is_listed, MOST_KEPT)  # one more entry collects the rest
     token_ids = ids.new_full((*is_kept.shape[:-1], MOST_KEPT + 1), -1)
     return num_kept.to(torch.int32), token_ids.scatter_(-1, entries, ids.expand_as(entries))[..., :MOST_KEPT]
 

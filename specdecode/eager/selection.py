@@ -50,7 +50,7 @@ def take(tensors: tuple[Any, ...], rows: Requests) -> tuple[Any, ...]:
 
 
 def by_chunks(compute: Compute, logits_each: int, *tensors: Any) -> tuple[Tensor, ...]:
-    """Apply `compute` to a few requests of the tensors at a time and concatenate what it returns.
+    """Apply `compute` to a few requests of the tensors at a time and concatenate the results.
 
     Args:
         compute: a function of the tensors.

@@ -78,7 +78,7 @@ def of_drafts(sampling: RowSampling, greedy: Tensor | bool, target_temperature: 
 
 
 def truncate(logits: Tensor, row_max: Tensor, sampling: RowSampling) -> Tensor:
-    """Replace the logits that are left out by -inf, in place; return the last token kept of each row, [...] int64.
+    """Replace truncated logits by -inf, in place; return the last kept token of each row, [...] int64.
 
     It is -1 where nothing is asked to be left out.
 

@@ -203,7 +203,7 @@ def may_change(adjustments, span):
 
 @triton.jit
 def without_drafts(row):
-    """Return a row with adjustments, without what was loaded of the drafts before it."""
+    """Return a row with adjustments, without the loaded ids of the drafts before it."""
     biases, penalties, allowed, before, _ = row.adjustments
     adjustments = RowAdjustments(biases, penalties, allowed, before, ())
     return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.draft_ids, adjustments)

@@ -37,7 +37,7 @@ class DraftVocabulary(NamedTuple):
 
     ids_ptr: AlignedPointer  # [size] int32 or int64: the target's token of each id of the draft; not checked
     size: AlignedInt32
-    ALIGNED: Constant  # size is a multiple of 16, and so is the address of the ids
+    ALIGNED: Constant  # size and the address of the ids are multiples of 16
 
 
 class Packing(NamedTuple):

@@ -68,7 +68,7 @@ def hash_callees_first(function: object) -> None:
             callee = function.fn.__globals__.get(name)
             if callee is not function:  # name lookup finds `argmax` itself where it calls `tl.argmax`
                 hash_callees_first(callee)
-        function.cache_key  # noqa: B018 (a property that keeps what it finds)
+        function.cache_key  # noqa: B018 (a property that caches its result)
 
 
 class Source(ASTSource):  # type: ignore[misc]
@@ -99,7 +99,7 @@ class Launch(NamedTuple):
         """Return the cache key of its compiled kernel."""
         signature = Signature(self.kernel.arg_names, self.bundles)
         with _hashing:  # before `Signature.key`, which hashes the kernel; alone: a hash half done looks like one done
-            for function in (self.kernel, *signature.constants.values()):  # a constant may say what a kernel calls
+            for function in (self.kernel, *signature.constants.values()):  # a constant may be a called function
                 hash_callees_first(function)
             return device, self.kernel, *self.options.items(), *signature.key()
 
@@ -288,7 +288,7 @@ class Plan:
             kernel[programs](*[with_values(bundle, values) for bundle in bundles])
 
     def prepare(self, names: list[str]) -> Callable[..., Any]:
-        """Compile what is not compiled yet, and make `fill`, given the names of a call's tensors and numbers.
+        """Compile the kernels that are not compiled yet, and make `fill`, given the names of a call's tensors and numbers.
 
         `fill` is a function of `allocate` and of the values of these names. It returns the workspace, and the grid and
         arguments of each launch.

@@ -40,10 +40,10 @@ from specdecode.kernels.values import INFINITY, RowContext
 MOST_KEPT = tl.constexpr(limits.MOST_KEPT)
 TOP_LANES = tl.constexpr(triton.next_power_of_2(limits.MOST_TOP_LOGPROBS))
 AT_ONCE = tl.constexpr(8)
-"""Blocks that are read at once to list what is kept."""
+"""Blocks that are read at once to list kept tokens."""
 
 NO_TOKEN = tl.constexpr(-(2**63))
-"""Smaller than what `order_of` returns of any token."""
+"""Smaller than the `order_of` any token."""
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def list_kept(row, block_max, ids_ptr, sizes):
 
 @triton.jit
 def report_kept(row, p, block_max, index, workspace, report, sizes):
-    """Write how many tokens are kept of a row, which, and the last of them."""
+    """Write the number of kept tokens of a row, their ids, and the last one."""
     ids_ptr = report.kept_ids_ptr + index * MOST_KEPT
     num_listed = list_kept(row, block_max, ids_ptr, sizes)  # none of a point mass
     tl.debug_barrier()  # if they are too many, other threads write -1 where some are listed

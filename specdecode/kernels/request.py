@@ -59,7 +59,7 @@ def load_temperature(requests, request):
     temperature = requests.temperature
     if requests.temperature_ptr is not None:
         given = tl.load(requests.temperature_ptr + request.slot)
-        # Only 0 is greedy: what float32 cannot hold becomes the nearest number that it can.
+        # Only 0 is greedy: a temperature outside float32's range becomes the nearest number in it.
         clamped = tl.minimum(tl.maximum(given.to(tl.float32), SMALLEST), LARGEST_TEMPERATURE)
         temperature = tl.where(given > 0, clamped, 0.0)
     return temperature
@@ -80,7 +80,7 @@ def load_key(requests, request):
 
 @triton.jit
 def load_draft_ids(drafts, request, offsets, sizes):
-    """Return draft ids as int32, -1 for what is no token."""
+    """Return draft ids as int32, -1 for ids outside the vocabulary."""
     if drafts.ids_ptr is None:
         return offsets * 0 - 1
     else:

@@ -234,7 +234,7 @@ def load_blocks(row, blocks, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def with_adjustments(parts, row, blocks, BLOCK_N: tl.constexpr):
-    """Return the stored parts of some blocks of a row with what is loaded to adjust them, if anything is."""
+    """Return the stored parts of some blocks of a row and their loaded adjustments, if any."""
     if exists(row.adjustments):
         return parts, load_adjustments(tokens_of_blocks(blocks, row, BLOCK_N), row.adjustments)
     else:

@@ -80,7 +80,7 @@ def level_of(maxima, lowest, seen, share, summary, sizes):
         amounts = tl.where(maxima < INFINITY, shares_of(maxima, summary.p, summary.temperature), 0)
         total = tl.sum(amounts, 0)
         left_out, unseen = (1 - top_p) * ALL, (total - seen).to(tl.float32)
-        beyond = 0.0  # of what is within reach
+        beyond = 0.0  # of the groups within reach
         if sizes.MAX_BLOCKS > LIKELY:
             of_others = tl.where(summary.block_max < lowest, summary.p.block_sums, 0.0)
             beyond = tl.sum(of_others, 0) / summary.p.sumexp * ALL
@@ -153,7 +153,7 @@ def locate_row(index, inputs, sizes):
 
 @triton.jit
 def truncate_row(row, index, temperature, limits, workspace, sizes):
-    """Return the cutoff of a row, and leave the statistics of what is kept."""
+    """Return the cutoff of a row, and store the statistics of the kept tokens."""
     statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)
     maxima_ptr, list_ptr = maxima_at(workspace, index, sizes), list_at(workspace, index, sizes)
     every_maximum = ()
@@ -194,7 +194,7 @@ def is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, P
     """Return whether a row that was read is to be truncated: not if it does not matter, or nothing truncates it."""
     if POSTED:
         is_read &= offset <= load_first_rejected(workspace.state_ptr, request, sizes)
-        if workspace.logprobs_ptr is None:  # they are of what truncation leaves
+        if workspace.logprobs_ptr is None:  # log-probabilities are after truncation
             is_read &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
     top_k, top_p, min_p = limits
     return is_read & (temperature > 0) & ((top_k < sizes.vocab_size) | (top_p < 1) | (min_p > 0))

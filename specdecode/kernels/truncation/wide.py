@@ -37,10 +37,10 @@ BLOCKS = tl.constexpr(8)
 """Blocks that are read at once: one by each warp is best."""
 
 SAMPLE = tl.constexpr(2048)
-"""Tokens that suggest where to begin: some of each block, because likely tokens may be in few of them."""
+"""Tokens for the first estimate: some of each block, because likely tokens may be in few blocks."""
 
 DOUBT = tl.constexpr(0.1)
-"""By how much what these suggest may be wrong, relatively, in most rows."""
+"""The relative error of the estimate in most rows."""
 
 HALVINGS = tl.constexpr(5)
 """By which these logits are found."""
@@ -183,7 +183,7 @@ def find_cutoff_ordinal(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.con
     least = tl.maximum(mass - goal, mass * ROUNDING) / sizes.vocab_size
     logit_more, logit_less = suggest(weighed, by_count, goal, least, sizes)
     more, less = ordinal_of(logit_more, SHIFT), ordinal_of(logit_less, SHIFT) + 1
-    is_enough = (by_count == 0) & (mass - goal > mass * ROUNDING)  # from the lowest on; else that is tried
+    is_enough = (by_count == 0) & (mass - goal > mass * ROUNDING)  # from the lowest on; or that is tried
     first = tl.where(is_enough, ordinal_of(logit_more / 2 + logit_less / 2, SHIFT), low)
     ordinals = within((first, more, less), low, high)
     bracket = low, high, tl.where(is_enough, mass, 0.0), 0.0
@@ -292,7 +292,7 @@ def store_kept(statistics_ptr, list_ptr, logit, ties, row, temperature, sizes):
         store_statistics(statistics_ptr, None, parts, block, temperature, sizes, BLOCKS, True)
         num_ties = tl.sum(is_tie, 1)
         store_both(ties_ptr, num_ties, num_ties, block, sizes, BLOCKS)
-    tl.debug_barrier()  # what is stored is read by other threads than wrote it
+    tl.debug_barrier()  # other threads read the stored ties than wrote them
     _, num_ties = load_statistics(ties_ptr, True, sizes)
     most = tl.minimum(ties, tl.sum(num_ties, 0))
     kept = tl.minimum(tl.maximum(most - (tl.cumsum(num_ties, 0) - num_ties), 0.0), num_ties)
