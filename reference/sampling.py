@@ -37,7 +37,7 @@ class Sampling(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The result of a decision, and by how much it was decided."""
+    """The result of a decision, and its margin."""
 
     index: int
     """The selected token; the number of tokens kept; for an accept decision 1 (accept) or 0 (reject)."""
@@ -158,7 +158,7 @@ def spread(draft_logits, draft_vocab_ids, vocab_size: int):
 
 
 def lead(scores) -> float:
-    """Return by how much the largest score exceeds the next one.
+    """Return the largest score minus the next one.
 
     >>> lead(np.array([1.0, 4.0, 2.5])), lead(np.array([4.0, -np.inf]))
     (1.5, inf)

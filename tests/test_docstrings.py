@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(file for folder in ("specdecode", "reference") for file in (ROOT / folder).rglob("*.py"))
-NO_NOUN = re.compile(r"(?i)\breturn (what|how|which|where|why|that|who|when|as|those|the one)\b")
+NO_NOUN = re.compile(r"(?i)\breturn ((by|for|from|in|on) )?(what|how|which|where|why|that|who|when|as|those|the one)\b")
 CHAIN = re.compile(r"(?i)\b(of which|that of|those of|what of what|what it takes to|likewise)\b|, and so are\b")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

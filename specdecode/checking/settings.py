@@ -1,4 +1,4 @@
-"""How large a run is, what is known so far, and a line that shows how far it is."""
+"""The size of a run, its results so far, and its progress line."""
 
 import sys
 import time

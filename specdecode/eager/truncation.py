@@ -106,7 +106,7 @@ def truncate(logits: Tensor, row_max: Tensor, sampling: RowSampling) -> Tensor:
 
 
 def is_whole(sampling: RowSampling) -> Tensor:
-    """Return for which rows of a sampling that truncates nothing is asked to be left out, in its shape, bool."""
+    """Return a mask of the rows that nothing truncates, in the shape of the sampling, bool."""
     neutral = zip(sampling[2:], (ALL, 2.0, 0.0))
     return functools.reduce(torch.logical_and, [limit == value for limit, value in neutral if limit is not None])
 

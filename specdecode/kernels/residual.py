@@ -38,8 +38,8 @@ from specdecode.kernels.statistics import sum_blocks, sum_in_order
 from specdecode.kernels.values import RequestIndex, exists
 
 NUM_LISTED, LIST_FIELDS = tl.constexpr(0), tl.constexpr(4)
-"""Where in the state it says how many residuals are listed. Of each there are index, row and slot of its request, and its
-offset: so to sum it the request need not be located."""
+"""The state's entry for the number of listed residuals. Each has the index, row and slot of its request, and its offset: so
+its sum needs no lookup of the request."""
 
 LN_2 = tl.constexpr(0.6931471805599453)
 

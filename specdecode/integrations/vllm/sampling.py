@@ -179,7 +179,7 @@ class TokenSampling:
         return self.copies
 
     def sampling_of(self, needs: int, step: Step) -> dict[str, Any]:
-        """Return the arguments by which a step's requests sample from raw logits, by slot: truncation and adjustments."""
+        """Return the arguments for sampling from raw logits, by slot: truncation and adjustments."""
         return (self.truncated() if needs & TRUNCATES else self.whole()) | self.adjusted(needs, step)
 
     def whole(self) -> dict[str, Any]:

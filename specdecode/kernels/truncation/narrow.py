@@ -118,7 +118,7 @@ def find_threshold(values, amounts, goal, slack, low, high, from_low):
 
 @triton.jit
 def level_with(maxima, amounts, goal, slack, total, most, lowest, row_max, temperature):
-    """Return the highest level from which on the amounts, of a `total`, reach a goal, see `find_threshold`; and their sum.
+    """Return the highest level at or above which the amounts reach a goal, of a `total` (`find_threshold`); and their sum.
 
     If that is more than `most`, it is the next level, from which on the sum is below the goal. It is not below `lowest`,
     from which on there may be less.

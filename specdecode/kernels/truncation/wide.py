@@ -174,7 +174,7 @@ def within(ordinals, low, high):
 
 @triton.jit
 def find_cutoff_ordinal(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.constexpr):
-    """Return the largest ordinal from which on the amount is `goal` or more, else `low`; that amount; and the one beyond.
+    """Return the largest ordinal with an amount >= `goal` at or above it, or `low`; that amount; the amount above it.
 
     From `low` on the mass is `mass`.
     """
