@@ -4,7 +4,7 @@ The setting. A language model, the *target*, produces one token per call: it tur
 the token is drawn from p = softmax(logits / temperature). A cheaper *draft model* proposes the next K tokens, the *drafts*,
 each drawn from its own distribution q. The target then scores all of them in a single call, which gives K + 1 rows of
 logits. Row i, counted from 0, is the target's distribution of the token at the position of draft i, given the text and
-drafts 0 to i - 1. The last row is that of the token after all drafts.
+drafts 0 to i - 1. The last row is the distribution of the token after all drafts.
 
 *Verification* accepts the first tau drafts, for some tau from 0 to K, and adds one token: a *recovered* token where draft
 tau was rejected, a *bonus* token where all K were accepted. It must not change the distribution of the text: the tokens
@@ -24,8 +24,8 @@ returns the number of accepted drafts and the distribution of the token after th
 option; [`sampling`][reference.sampling] has what concerns a single row of logits. The tests require that the package returns
 the oracle's tokens for the same logits, seed and position, except where two scores are so close that rounding decides.
 
-The examples of a module need its names: in a clone of the repository, `from reference.block import *` imports those of
-`block`.
+The examples of a module need its names: in a clone of the repository, `from reference.block import *` imports the names
+of `block`.
 
 This package imports nothing of specdecode, and specdecode imports nothing of it: a reference that shared code with what
 it tests would repeat its mistakes.

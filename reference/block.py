@@ -35,7 +35,7 @@ the target alone has gone on, with tokens from p too. By induction the output is
 No method accepts more drafts on average, if it is exact, sees one draft path drawn from q, and emits one token after the
 accepted drafts. The site has that proof.
 
-Two rules about the random numbers. Those of a step must be independent of what was emitted before: since this method looks
+Two rules about the random numbers. A step's numbers must be independent of earlier emitted tokens: since this method looks
 at all drafts, numbers that decided about drafts after tau must not be used again for the same positions
 ([`draft_domains`][reference.philox.draft_domains]). And K is the request's own number of drafts.
 

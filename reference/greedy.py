@@ -5,10 +5,10 @@
 
 No random number is needed, and no draft probability. Softmax keeps the order of the logits, so no softmax is needed either.
 
-Proof that the output is that of greedy decoding, token for token. Row i belongs to the text and the drafts 0 to i - 1. If
+Proof that the output equals greedy decoding, token for token. Row i belongs to the text and the drafts 0 to i - 1. If
 these are the tokens that greedy decoding would have emitted, then its argmax is the next token of greedy decoding. It is
 emitted in either case: as the accepted draft, which it equals, or in place of the draft. If it took the place of the draft,
-the rows after it belong to another text, and the step ends. By induction every emitted token is that of greedy decoding.
+the rows after it belong to another text, and the step ends. By induction every emitted token is greedy decoding's.
 
 The proof nowhere uses that a token is an argmax. So *comparing* drafts with the target's own tokens is exact however the
 target chooses its tokens: [`strict`][reference.strict] uses it for tokens that are drawn.

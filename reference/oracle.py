@@ -10,8 +10,8 @@ logits into a distribution, in logarithms, and draws from it. Here is the rest o
 - *Adjustments*: each target row is adjusted first, see [`adjustments`][reference.adjustments]; in float32 if rows have no
   more digits than that, as in the other versions, so that adjusted logits are the same numbers there.
 - *Ragged drafts*: the first id that is not a token ends a request's drafts.
-- *Margins*: the margin of a step is that of its closest decision. An implementation whose differences of scores are all
-  wrong by less must return the same tokens.
+- *Margins*: the margin of a step is the smallest margin of its decisions. An implementation whose score differences all
+  have smaller errors must return the same tokens.
 """
 
 from typing import NamedTuple
@@ -125,7 +125,7 @@ class Step:
         self.margin = np.inf
 
     def decide(self, choice: Choice) -> int:
-        """Take note of how close a decision was, and return what was decided."""
+        """Lower the step's margin to the decision's if that is smaller, and return the decision."""
         self.margin = min(self.margin, choice.margin)
         return choice.index
 
@@ -267,8 +267,8 @@ def verify(
         draft_logits: [num_draft_tokens, vocab] raw logits that the drafts were drawn from; None for a deterministic drafter.
         temperature: 0 is greedy.
         top_k: see [`truncation`][reference.truncation].
-        top_p: likewise.
-        min_p: likewise.
+        top_p: see [`truncation`][reference.truncation].
+        min_p: see [`truncation`][reference.truncation].
         draft_sampling: how the drafts were drawn; None: as the target samples.
         seed: the request's seed.
         position: absolute position of the first draft token.
@@ -325,7 +325,7 @@ class TreeOutcome(NamedTuple):
 
 
 def without_invalid(token_ids, parents, vocab_size: int) -> list[int]:
-    """Return the parents, -1 for nodes whose id is no token: they are padding, and so are the nodes after them.
+    """Return the parents, -1 for nodes whose id is no token: these nodes and their descendants are padding.
 
     >>> without_invalid([7, 4, -1, 9], [-1, 0, 0, 2], vocab_size=5)
     [-1, 0, -1, -1]
@@ -336,7 +336,7 @@ def without_invalid(token_ids, parents, vocab_size: int) -> list[int]:
 def adjusted_path(target_logits, token_ids, nodes, adjustments: Adjustments) -> list:
     """Return the rows of node 0 and of the nodes of a path, each adjusted for the text with the drafts before it.
 
-    The mask's rows are those of the nodes. Node 0 is part of the text, so its token is counted there already.
+    The mask has one row per node. Node 0 is part of the text, so its token is counted there already.
 
     >>> rows, masks = np.zeros((3, 2), np.float32), np.array([[True, True], [True, True], [False, True]])
     >>> adjusted_path(rows, [1, 0, 1], [2], Adjustments(presence_penalty=1.0, allowed=masks))[1].tolist()
@@ -365,11 +365,11 @@ def verify_tree(
 ) -> TreeOutcome:
     """Verify one request's tree of drafts by the walk, see [`tree`][reference.tree].
 
-    Log-probabilities are those of [`sampling`][reference.sampling], for the rows of node 0 and of the accepted nodes.
+    Log-probabilities are defined as in [`sampling`][reference.sampling], for the rows of node 0 and of the accepted nodes.
 
     Args:
         target_logits: [nodes, vocab] raw logits; row n is the row after node n.
-        token_ids: [nodes] ids; that of node 0 is not looked at.
+        token_ids: [nodes] ids; the id of node 0 is ignored.
         parents: [nodes], in any order. A node is padding if its parent is no node, its id is no token, or if its parents
             do not lead to node 0.
         max_depth: the most drafts that may be accepted.

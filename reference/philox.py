@@ -42,7 +42,7 @@ def philox4x32(counter, key, rounds: int = 10):
         key: two words.
         rounds: 10 is the standard choice.
 
-    One round by hand: M0 * 1 is M0 itself, of which the high word is 0, and M1 * 0 is 0.
+    One round by hand: M0 * 1 is M0 itself, so its high word is 0, and M1 * 0 is 0.
 
     >>> [hex(word) for word in philox4x32((1, 0, 0, 0), (0, 0), rounds=1)]
     ['0x0', '0x0', '0x0', '0xd2511f53']

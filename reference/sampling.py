@@ -37,7 +37,7 @@ class Sampling(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The result of a decision, and by how much it was decided."""
+    """The result of a decision, and its margin."""
 
     index: int
     """The selected token; the number of tokens kept; for an accept decision 1 (accept) or 0 (reject)."""
@@ -94,9 +94,9 @@ def log_softmax(logits, temperature: float = 1.0):
 
 
 def num_kept(logprobs, sampling: Sampling) -> Choice:
-    """Return how many tokens are kept, given their log-probabilities in the order of truncation.
+    """Return the number of kept tokens, given the log-probabilities in the order of truncation.
 
-    Only the comparisons of min_p and top_p round. The margin is that of the closest one.
+    Only the comparisons of min_p and top_p round. The margin is the smallest margin of these comparisons.
 
     >>> logprobs = np.log([0.4, 0.3, 0.2, 0.1])
     >>> num_kept(logprobs, Sampling(min_p=0.5)).index, num_kept(logprobs, Sampling(top_k=3, top_p=0.75)).index
@@ -158,7 +158,7 @@ def spread(draft_logits, draft_vocab_ids, vocab_size: int):
 
 
 def lead(scores) -> float:
-    """Return by how much the largest score exceeds the next one.
+    """Return the largest score minus the next one.
 
     >>> lead(np.array([1.0, 4.0, 2.5])), lead(np.array([4.0, -np.inf]))
     (1.5, inf)
@@ -175,7 +175,7 @@ class TokenGumbels:
         self.seed, self.position, self.domain = seed, position, domain
 
     def __getitem__(self, token_ids):
-        """Return those of some tokens."""
+        """Return the Gumbel numbers of some tokens."""
         return gumbel(self.seed, self.position, token_ids, self.domain)
 
 

@@ -35,7 +35,7 @@ def select(log_weights, block_gumbels, token_gumbels, block_size: int = BLOCK_SI
     Args:
         log_weights: [vocab] log w, -inf for weight 0; at least one is finite.
         block_gumbels: [blocks] G(b).
-        token_gumbels: [vocab] G'(v), of which only those of the selected block are looked at.
+        token_gumbels: [vocab] G'(v); only the selected block's are used.
         block_size: tokens per block.
 
     Blocks of two tokens have the weights 3 and 7. log 3 + 1.2 = 2.3 is more than log 7 + 0.1 = 2.0: block 0. In it,

@@ -4,8 +4,8 @@
 2. Accept drafts as long as each is the y of its row. At the first that is not, emit y instead. After all drafts emit the y
    of the last row.
 
-So the output equals, token for token, that of plain sampling with the same noise, whatever the drafter does. The proof is
-the one in [`greedy`][reference.greedy], with y in place of the argmax. Plain sampling is exact, so this is.
+So the output equals plain sampling with the same noise, token for token, whatever the drafter does. The proof in
+[`greedy`][reference.greedy] applies, with y in place of the argmax. Plain sampling is exact, so strict verification is, too.
 
 How often does it accept? If the drafts are drawn independently of y, P(x = y) = sum_j p(j) q(j), which is small. But a
 drafter may draw x from q with the same Gumbel noise as the target draws y from p. Where p and q are close, the same token

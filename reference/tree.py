@@ -9,9 +9,9 @@ and what comes after them.
 *Walk.* Draw the target's own token y at node 0, go to the child that is y, and so on. Where no child is y, emit y and stop.
 
 The walk is exact for every tree, however it was drawn, cut or ordered, even if it depends on the numbers that draw y.
-Proof: that of [`greedy`][reference.greedy]. The row of a node on the walk was computed after the tokens that plain sampling
+Proof, as in [`greedy`][reference.greedy]: the row of a node on the walk was computed after the tokens that plain sampling
 would have emitted, and the token drawn from it, with the noise of that position, is the next of them. The drafts decide only
-where the step ends. So the text is, token for token, that of plain sampling, and q is not needed.
+where the step ends. So the text equals plain sampling, token for token, and q is not needed.
 
 *No rule that is exact for a fixed tree accepts more of its drafts on average.* Let siblings be distinct. A rule that accepts
 the path of node n emits that path, and an exact rule emits it with probability p(path). So node n is accepted with at most
@@ -24,7 +24,7 @@ which the sum of p over the children so far reaches u. Child k is accepted with 
 is, the token comes from p without the tried tokens. An equal sibling must not be added again: it was tried already.
 
 *Rejection*, with the q that siblings were drawn from: try one after the other by min(1, p / q), and after each failure
-replace p by the residual of p - q. The proof is that of [`probabilistic`][reference.probabilistic], applied again to the
+replace p by the residual of p - q. The proof of [`probabilistic`][reference.probabilistic] applies again to the
 residual: with the next sibling as its draft, the residual is emitted exactly. If siblings are drawn *without replacement*,
 the next one was drawn from q without the tried tokens, and is judged by this distribution.
 
@@ -87,9 +87,9 @@ def walk(sample, token_ids, parents, max_depth: int | None = None) -> tuple[list
     """Return the accepted nodes, and the emitted tokens: theirs and one more.
 
     Args:
-        sample: a function of a node and its depth, the length of its path: the target's own token after that node. Its noise
-            is that of the position, so nodes of one depth share it.
-        token_ids: [nodes] ids; that of node 0 is not looked at.
+        sample: a function of a node and its depth, the length of its path: the target's own token after that node. The noise
+            belongs to the position, so nodes of one depth share it.
+        token_ids: [nodes] ids; the id of node 0 is ignored.
         parents: [nodes], in any order. Of equal siblings the lowest node is followed.
         max_depth: the most drafts that may be accepted; None: no limit.
 
@@ -149,7 +149,7 @@ def rejection(target_probs, draft_probs, token_ids, parents, uniforms, replaceme
 
     Args:
         target_probs: [nodes, vocab] p of each row.
-        draft_probs: [nodes, vocab] q that the children of each node were drawn from; those of leaves are not looked at.
+        draft_probs: [nodes, vocab] q that the children of each node were drawn from; the rows of leaves are ignored.
         token_ids: [nodes] ids.
         parents: [nodes]; siblings are in the order in which they were drawn.
         uniforms: [nodes] independent random numbers, uniform on (0, 1).
@@ -193,7 +193,7 @@ def without(probs, token: int):
 
 
 def traversal(target_probs, draft_probs, token_ids, parents, uniforms, replacement: bool = True):
-    """Return the accepted nodes, and the distribution of the token after them. The arguments are those of `rejection`.
+    """Return the accepted nodes, and the distribution of the token after them. Takes the arguments of `rejection`.
 
     The chain 0, 1 has p / q = 1/2 and 3, so its nodes have r = 1/2 and min(1, 3/2) = 1: always accepted. The chain 0, 0 has
     1/2 and 1/4. Its leaf fails, as 0.5 > 1/4. Then r p - q = (-0.6, 0.1), so A = 0.1 and r = 0.1 / (0.1 + 0.5) = 1/6: node 1
@@ -225,7 +225,7 @@ def siblings(log_weights, block_gumbels, token_gumbels, width: int, block_size: 
     """Return the first tokens of a race on two levels, those with the smallest `lags`; fewer if fewer have a weight.
 
     With one block, a lag is the logarithm of E(v) / w(v) over its smallest value: this is the order of the exponential race,
-    so a sample without replacement. With more blocks it is not, but the first token is that of
+    so a sample without replacement. With more blocks it is not, but the first token is the token of
     [`select`][reference.selection.select].
 
     >>> weights, G, G_tokens = np.log([1.0, 2.0, 3.0, 4.0]), np.array([1.2, 0.1]), np.array([0.9, 0.1, 0.5, 0.5])

@@ -26,10 +26,10 @@ import numpy as np
 
 
 def truncate(probs, top_k: int | None = None, top_p=1, min_p=0):
-    """Return p', the distribution over what is kept.
+    """Return p', the distribution over the kept tokens.
 
-    Of (0.1, 0.4, 0.2, 0.3) min_p = 0.3 leaves out what is below 0.3 * 0.4 = 0.12: token 0. The mass of the others is 0.9, of
-    which top_p = 0.75 is 0.675. Tokens 1 and 3 have 0.7: enough.
+    Of (0.1, 0.4, 0.2, 0.3) min_p = 0.3 leaves out what is below 0.3 * 0.4 = 0.12: token 0. The mass of the others is 0.9,
+    and top_p = 0.75 needs 0.75 * 0.9 = 0.675. Tokens 1 and 3 have 0.7: enough.
 
     >>> truncate(np.array([0.1, 0.4, 0.2, 0.3]), top_k=3, top_p=0.75, min_p=0.3).round(3).tolist()
     [0.0, 0.571, 0.0, 0.429]
@@ -51,7 +51,7 @@ def token_order(scores):
 
 
 def num_kept(probs, top_k: int | None = None, top_p=1, min_p=0) -> int:
-    """Return how many tokens are kept, given their probabilities in the order of truncation.
+    """Return the number of kept tokens, given the probabilities in the order of truncation.
 
     >>> probs = np.array([0.4, 0.3, 0.2, 0.1])
     >>> num_kept(probs, min_p=0.5), num_kept(probs, top_k=3)

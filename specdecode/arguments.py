@@ -207,10 +207,10 @@ def check_verification(
     vocab_size: int | None = None,
     num_slots: int | None = None,
 ) -> VerificationBatch:
-    """Build a batch from a caller's arguments; with `row_starts` they are those of a packed call.
+    """Build a batch from a caller's arguments; with `row_starts` the call is packed.
 
     With `vocab_size`, the size of the whole vocabulary, target logits are a shard of it; draft logits are the same shard, or
-    whole rows. `num_slots` is the size of tensors by slot; None: that of the first of them.
+    whole rows. `num_slots` is the size of tensors by slot; None: the size of the first such tensor.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -321,7 +321,7 @@ def check_tree(
     adjustments: Adjustments | None = None,
     **options: Any,
 ) -> TreeBatch:
-    """Build the batch of a tree verification from a caller's arguments; with `row_starts` they are those of a packed call.
+    """Build the batch of a tree verification from a caller's arguments; with `row_starts` the call is packed.
 
     Raises:
         TypeError: an argument of the wrong type or dtype, or one that trees do not take.
@@ -437,7 +437,7 @@ def check_packed(
     vocab_size: int | None,
     num_slots: int | None,
 ) -> tuple[Sizes, Packing]:
-    """Raise unless rows, drafts and slots match; return the sizes of the call, and the place of each request.
+    """Raise unless rows, drafts and slots match; return the call's `Sizes` and `Packing`.
 
     Args:
         target_logits: as for a packed call.
@@ -448,7 +448,7 @@ def check_packed(
         row_positions: as for a packed call.
         by_slot: the arguments that may be tensors by slot, by name.
         vocab_size: the size of the whole vocabulary, if the logits are a shard.
-        num_slots: the size of tensors by slot; None: that of the first of them.
+        num_slots: the size of tensors by slot; None: the size of the first such tensor.
     """
     num_rows, vocab = check_logits("target_logits", target_logits, ("num_rows", "vocab"), vocab_size)
     device = target_logits.device

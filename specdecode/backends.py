@@ -79,7 +79,7 @@ def kernels() -> ModuleType:
 
 @functools.cache
 def obstacle(device: torch.device) -> str | None:
-    """Return why the kernels cannot run on a device, or None if they can."""
+    """Return the reason that prevents the kernels from running on a device, or None."""
     try:
         import triton  # noqa: F401
     except ImportError:

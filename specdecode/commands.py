@@ -162,10 +162,10 @@ class Models:
 
 
 def load_from(folder: Path, option: str, loader: Any, **options: Any) -> Any:
-    """Return what a class of transformers loads from a folder.
+    """Return the model or tokenizer that `loader.from_pretrained` reads from a folder.
 
     Raises:
-        ValueError: it cannot, for whatever reason; the message names the option that gave the folder.
+        ValueError: it could not be loaded, for any reason; the message names the option that gave the folder.
     """
     cause: Exception | None = None
     try:
@@ -180,7 +180,7 @@ def load_from(folder: Path, option: str, loader: Any, **options: Any) -> Any:
 
 
 def advice(folder: Path) -> str:
-    """Return what to do about a folder that does not exist: its name may be meant as that of a model on the Hub."""
+    """Return the error text for a folder that does not exist; a name like a Hub model's gets the download command."""
     name, absent = folder.as_posix(), "there is no such folder"
     if HUB_ID.fullmatch(name) is None:
         return absent
@@ -191,13 +191,13 @@ class Continuation:
     """The text of the tokens that follow a prompt: each character belongs to the token that completes it.
 
     What a token decodes to depends on the others: the first token of a text can lose its space, and a character can take
-    several tokens. So all tokens are decoded together, those of the prompt too. What later tokens could still change is held
+    several tokens. So all tokens are decoded together, including the prompt. What later tokens could still change is held
     back: a character that is not complete, and where tokens are single bytes, such as <0xE2>, all bytes since the last other
     token, because a tokenizer decodes them either to characters or each to U+FFFD.
 
     Args:
-        tokenizer: that of the target.
-        prompt: its token ids.
+        tokenizer: the target's tokenizer.
+        prompt: the prompt's token ids.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
@@ -214,7 +214,7 @@ class Continuation:
         return text
 
     def add(self, step: Step) -> list[tuple[str, str]]:
-        """Take the tokens of the next step; return what is now certain of the text, each token's kind and characters."""
+        """Take the tokens of the next step; return the text that is now certain, (kind, characters) of each token."""
         for kind, token_id in zip(step.kinds, step.token_ids):
             self.token_ids.append(token_id)
             self.kind = kind.name.lower()
@@ -225,7 +225,7 @@ class Continuation:
         return self.take(self.decode(self.token_ids[:num_certain]))
 
     def rest(self) -> list[tuple[str, str]]:
-        """Return what was held back, as no token follows."""
+        """Return the text that was held back; no token follows."""
         text = self.decode(self.token_ids)
         self.ends.append((self.kind, len(text)))
         return self.take(text)
@@ -235,7 +235,7 @@ class Continuation:
         return BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(token_id))) is not None
 
     def take(self, text: str) -> list[tuple[str, str]]:
-        """Return what of the text was not returned before."""
+        """Return the new pieces of the text, (kind, piece) each."""
         pieces = []
         for kind, end in self.ends:
             piece = text[self.num_returned : end]

@@ -46,7 +46,7 @@ def sample(
     """Draw one token per row from softmax(logits / temperature), truncated, reproducibly.
 
     The token depends only on the row's logits, temperature, seed and position. `strict` verification returns exactly these
-    tokens. Do not draw drafts with this function: its noise is that of recovered and bonus tokens, so the output of
+    tokens. Do not draw drafts with this function: its noise is the noise of recovered and bonus tokens, so the output of
     `probabilistic` verification would not have the target's distribution. Use
     [`RejectionSampler.draft`][specdecode.RejectionSampler.draft] for drafts.
 
@@ -56,8 +56,8 @@ def sample(
         seeds: [batch] int64; an int s means s, s + 1, ...; None draws them from torch's default generator.
         positions: [batch] int64, the absolute position of the token drawn; None means 0.
         top_k: as for [`RejectionSampler`][specdecode.RejectionSampler.__call__].
-        top_p: likewise.
-        min_p: likewise.
+        top_p: as for [`RejectionSampler`][specdecode.RejectionSampler.__call__].
+        min_p: as for [`RejectionSampler`][specdecode.RejectionSampler.__call__].
         shard: which part of the vocabulary the logits are, under tensor parallelism; every rank gets the same tokens. None:
             all of it.
         adjustments: biases, penalties and masks, as for [`RejectionSampler`][specdecode.RejectionSampler.__call__].

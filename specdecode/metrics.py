@@ -7,7 +7,7 @@ Everything is derived from three counts per position i, summed over all requests
     emitted_i    requests with a draft that emitted, and kept, a token at position i
 
 so drafts = drafted_0, draft tokens = sum of drafted_i, accepted tokens = sum of accepted_i, and the acceptance length is the
-sum of emitted_i / drafts. Only emitted_i has a position K, that of the token after K accepted drafts.
+sum of emitted_i / drafts. Only emitted_i has a position K, for the token after K accepted drafts.
 """
 
 import math
@@ -141,7 +141,7 @@ class AcceptanceStats:
                 self._counts.zero_()
 
     def __add__(self, other: "AcceptanceStats") -> "AcceptanceStats":
-        """Return the sum of two statistics, such as those of several runs or workers. Synchronises.
+        """Return the sum of two statistics, such as statistics of several runs or workers. Synchronises.
 
         Raises:
             ValueError: they are not for the same `num_draft_tokens`.

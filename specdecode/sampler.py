@@ -1,4 +1,4 @@
-"""RejectionSampler: check the arguments, pass the bundle of tensors to a backend, return what it decided."""
+"""RejectionSampler: check the arguments, pass the bundle of tensors to a backend, return the `SamplerOutput`."""
 
 from typing import Any, Literal, Unpack, get_args
 
@@ -47,7 +47,7 @@ class RejectionSampler:
     `"strict"` returns, token for token, what [`sample`][specdecode.sample] returns without any drafts. The output of
     `"probabilistic"` and `"block"` has exactly the distribution of the target's own samples if every draft was drawn from
     its q, either by [`draft`][specdecode.RejectionSampler.draft] or with random numbers independent of this sampler's.
-    Drafts that were not drawn, such as those of n-gram look-up or an argmax, must come with `draft_logits=None`.
+    Drafts that were not drawn, such as from n-gram look-up or an argmax, must come with `draft_logits=None`.
 
     `"block"` decides on the drafts of a request together. Its running ratio c is 1 before the first draft, and each draft x
     makes it min(1, c p(x) / q(x)). For drafts drawn from q, the first i drafts are all accepted with probability c_i, given
@@ -175,7 +175,7 @@ class RejectionSampler:
 
         Args:
             target_logits: [batch, num_draft_tokens + 1, vocab] raw logits, float16, bfloat16, float32 or float64. Row i
-                is the target's distribution of the token at draft i, the last row that of the bonus token. Any strides are
+                is the target's distribution of the token at draft i, the last row of the bonus token. Any strides are
                 allowed; the kernels are fastest if strides and vocabulary size are multiples of 16. NaN counts as -inf; a
                 row with +inf is the point mass on its first +inf.
             draft_token_ids: [batch, num_draft_tokens] int32 or int64. -1 ends a request's drafts: it and what follows
@@ -296,8 +296,8 @@ class RejectionSampler:
         Args:
             target_logits: [num_rows, vocab] raw logits. Request r has the rows from `row_starts[r]` to
                 `row_starts[r + 1] - 1`: one for each of its drafts, and one more for the bonus token.
-            draft_token_ids: [num_rows] int32 or int64, the draft that each row judges. That of a request's last row is not
-                looked at, so the last of all may be left out: for the ids that an engine has fed at the rows, `fed[1:]`.
+            draft_token_ids: [num_rows] int32 or int64, the draft that each row judges. The entry of a request's last row
+                is ignored, so the last of all may be left out: for the ids that an engine has fed at the rows, `fed[1:]`.
                 -1 ends a request's drafts, as in a call of the sampler.
             row_starts: [batch + 1] int32 or int64. A request without rows, such as those that pad a batch, emits token 0
                 and is marked invalid. Rows after the last request's are not looked at.
@@ -356,7 +356,7 @@ class RejectionSampler:
         """Verify one tree of drafts for each request, by the walk: follow the child that is the target's own token.
 
         The target's own token at a node is drawn with the noise of its position, as in [`sample`][specdecode.sample]. So the
-        text is that of plain seeded sampling, token for token, whatever the tree is and however it was drawn, cut or
+        text equals plain seeded sampling, token for token, whatever the tree is and however it was drawn, cut or
         reordered; no distribution of the drafts is needed. Only the rows of node 0 and of accepted nodes can change the
         result; large batches read no others. Only `"strict"` verifies trees; requests of temperature 0 are greedy.
 
@@ -364,15 +364,15 @@ class RejectionSampler:
             target_logits: [batch, nodes, vocab] raw logits: row n is the target's distribution of the token after node n.
                 In a packed call [num_rows, vocab], node n of request r at row `row_starts[r] + n`. Padded logits are copied
                 if rows of all requests do not lie at one distance in memory.
-            token_ids: [batch, nodes] int32 or int64. Node 0 is the last token of the text, its id is not looked at. A node
-                whose id is outside the vocabulary, such as -1, is padding, and so are its descendants.
+            token_ids: [batch, nodes] int32 or int64. Node 0 is the last token of the text, its id is ignored. A node whose
+                id is outside the vocabulary, such as -1, is padding, as are its descendants.
             parents: [batch, nodes] int32 or int64, or [nodes] for all requests: the node before each node, in any order. A
                 node whose parent is -1 or no node is padding; the entry of node 0 is not looked at. Of equal siblings the
                 lowest node counts.
             max_depth: the most drafts that can be accepted; the number of rounds is one more.
             row_starts: [batch + 1] int32 or int64, of a packed call.
             slots: [batch] int32 or int64, of a packed call, as in [`packed`][specdecode.RejectionSampler.packed].
-            **options: the keyword arguments of a call that do not concern draft logits. `positions` are those of the first
+            **options: the keyword arguments of a call that do not concern draft logits. `positions` belong to the first
                 token after node 0. `adjustments` count the drafts on the path to a row, and have a mask for each node.
 
         Returns:
@@ -436,7 +436,7 @@ class RejectionSampler:
             target_logits: as for a call; one request is enough.
             draft_token_ids: as for a call. With no drafts, only the kernels for steps without drafts are compiled.
             draft_logits: as for a call. If given, the kernels of [`draft`][specdecode.RejectionSampler.draft] are compiled.
-            row_starts: if given, all arguments are those of a [`packed`][specdecode.RejectionSampler.packed] call.
+            row_starts: if given, the arguments are as for [`packed`][specdecode.RejectionSampler.packed].
             num_draft_tokens: as for a packed call.
             slots: as for a packed call.
             row_positions: as for a packed call.
@@ -549,8 +549,8 @@ class RejectionSampler:
             positions: [batch] int64, the absolute position of the token drawn; None means 0.
             offset: index of this draft in its step, from 0.
             top_k: as for verification; pass the same, or say there by `draft_sampling` how drafts were drawn.
-            top_p: likewise.
-            min_p: likewise.
+            top_p: as `top_k`.
+            min_p: as `top_k`.
             width: draw so many siblings for [`tree`][specdecode.RejectionSampler.tree], 8 at most; `"strict"` alone. The
                 first is the token that is drawn without `width`. None: no siblings.
 

@@ -35,13 +35,13 @@ class VocabShard:
     """The part of the vocabulary that this rank's logits cover: `logits[..., start : start + local]` of whole rows.
 
     Pass it to [`RejectionSampler`][specdecode.RejectionSampler] or [`sample`][specdecode.sample] on every rank of the group.
-    Logits are then [..., local]. All other arguments are those of the whole vocabulary and of all requests, the same on
+    Logits are then [..., local]. All other arguments concern the whole vocabulary and all requests, and are the same on
     every rank: token ids, temperatures, seeds, masks and counts. The draft logits of a verification may also be whole rows,
     [..., vocab], if every rank has them; with `draft_vocab_ids` they must be. Every rank gets the results of all requests.
     Drafts from whole rows need no shard: draw them with a sampler without one, and with `seeds`.
 
     The shards of all ranks must tile the vocabulary, in any order of the ranks. Shards may have different lengths and may be
-    empty. Each rank verifies an equal share of the requests. The results are bit for bit those of one process with whole
+    empty. Each rank verifies an equal share of the requests. The results are bit for bit equal to one process with whole
     logits.
 
     In its first call a shard exchanges its bounds with the other ranks. The host waits for them, so this call cannot be
@@ -135,7 +135,7 @@ class VocabShard:
         return torch.cat([parts[rank] for rank in layout.by_start], dim=-1)
 
     def gather(self, results: Sequence[Tensor | None], batch: int) -> list[Tensor | None]:
-        """Return the results of all requests, [batch, ...] each, given those of this rank's, [share, ...] each."""
+        """Return the results of all requests, [batch, ...] each, given this rank's results, [share, ...] each."""
         words = [words_of(each) for each in results if each is not None]
         missing = -(-batch // self.group.size()) - len(words[0])
         packed = torch.nn.functional.pad(torch.cat(words, dim=1), (0, 0, 0, missing))
@@ -160,7 +160,7 @@ def words_of(result: Tensor) -> Tensor:
 
 
 def from_words(words: Tensor, result: Tensor) -> Tensor:
-    """Return words as the type and shape of a result, of which they are the words of more requests."""
+    """Return words of any number of requests, with the dtype of `result` and the shape [requests, *result.shape[1:]]."""
     copied = words.bool() if result.dtype == torch.bool else words.clone(memory_format=torch.contiguous_format)
     return copied.view(result.dtype).view(len(words), *result.shape[1:])
 

@@ -1,4 +1,4 @@
-"""Trees of drafts: from the form in which an engine holds a tree to its parents, and back.
+"""Trees of drafts: conversion between an engine's form of a tree and its parents.
 
 `parents` holds the node before each node, int64. Node 0, the last token of the text, and padding have -1.
 

@@ -30,7 +30,7 @@ def test_benchmarks_are_found_without_collecting_the_tests():
 
 
 def run_of(*benchmarks: dict) -> dict:
-    """Return what pytest-benchmark writes of a run, as far as records use it."""
+    """Return the part of a pytest-benchmark file that records use."""
     machine = {"python_version": "3.11.7", "cpu": {"brand_raw": "a CPU"}}
     commit = {"id": "0123456789abcdef", "dirty": False}
     about = {"commit_info": commit, "datetime": "2026-01-02T03:04:05", "machine_info": machine, "seconds": 90}

@@ -201,7 +201,7 @@ def test_the_ratio_is_of_full_batches_after_the_first_steps_of_each_stretch():
 
 
 class Runs:
-    """Texts of one verification in each run: so many of the second run differ from those of the first."""
+    """Texts of one verification in each run: so many of the second run differ from the first's."""
 
     def __init__(self, *differing):
         self.differing, self.calls = differing, 0

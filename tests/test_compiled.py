@@ -41,7 +41,7 @@ class Compiled:
 
 
 def inputs(place) -> dict[str, Tensor]:
-    """Rows and drafts, some of which are accepted, with fewer drafts in one request."""
+    """Rows and drafts, some of them accepted, with fewer drafts in one request."""
     generator = torch.Generator().manual_seed(0)
     target = 3 * torch.randn(BATCH, DRAFTS + 1, VOCAB, generator=generator)
     draft = target[:, :DRAFTS] + torch.randn(BATCH, DRAFTS, VOCAB, generator=generator)

@@ -245,7 +245,7 @@ def test_temperature_0_emits_what_the_target_alone_would_emit(name):
 
 
 def check_strict_is_plain_sampling(num_drafts: int = 3) -> None:
-    """With real noise, token for token: whatever the drafts are, the output is that of plain sampling."""
+    """With real noise, token for token: whatever the drafts are, the output equals plain sampling."""
     model = history(9, 3)
     for seed, position in [(0, 0), (1, 5), (-3, 2**40)]:
         where = {"seed": seed, "temperature": 0.8}
@@ -368,7 +368,7 @@ def test_a_deterministic_drafter_is_accepted_by_blocks_as_by_tokens(case):
 
 
 def check_impossible_blocks() -> None:
-    """A draft with p(x) = 0 or q(x) = 0 is rejected, and so are all drafts after it, however likely they are."""
+    """A draft with p(x) = 0 or q(x) = 0 is rejected with all drafts after it, however likely they are."""
     fair, certain = [Fraction(1, 2), Fraction(1, 2)], [Fraction(1), Fraction(0)]
     for target_row, draft_row in [(certain, fair), (fair, certain), (certain, certain)]:
         assert block.running_ratio(1, target_row[1], draft_row[1]) == 0

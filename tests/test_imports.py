@@ -31,7 +31,7 @@ def imported(source: str) -> Iterator[tuple[str, ...]]:
 
 
 def circle(sources: dict[str, str]) -> list[str]:
-    """Modules of which each imports the next and the last one is the first again, if there are any."""
+    """Return a circle of modules, each importing the next, with the first again at the end; [] if there is none."""
     graph = {
         name: {next((each for each in names if each in sources), name) for names in imported(source)} - {name}
         for name, source in sources.items()

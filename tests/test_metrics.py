@@ -16,7 +16,7 @@ from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, Sa
 def make_output(
     accepted: list[int], drafted: list[int] | None = None, width: int = 3, device: str = "cpu"
 ) -> SamplerOutput:
-    """Return what a sampler returns for these accepted and drafted tokens per request, of `width` slots for drafts."""
+    """Return the `SamplerOutput` of these accepted and drafted tokens per request, with `width` slots for drafts."""
     token_ids = [[7] * (count + 1) + [-1] * (width - count) for count in accepted]
     return SamplerOutput(
         token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device).reshape(len(accepted), width + 1),
@@ -27,7 +27,7 @@ def make_output(
 
 
 def assert_counts(stats: AcceptanceStats, steps: list[tuple[int, int]]) -> None:
-    """Assert that the statistics are those of (accepted, drafted) pairs, one per request and step."""
+    """Assert that the statistics count these (accepted, drafted) pairs, one per request and step."""
     steps = [(accepted, drafted) for accepted, drafted in steps if drafted > 0]
     accepted = [accepted for accepted, _ in steps]
     assert stats.drafts == len(steps)

@@ -1,4 +1,4 @@
-"""The README's examples run, and its times are those of the records."""
+"""The README's examples run, and its times equal the records."""
 
 import json
 import re

@@ -100,7 +100,7 @@ def never(*_, **__):
 
 
 def drafted(batch=40, num_draft_tokens=3, vocab=50, scale=1.0, seed=0):
-    """Logits, and drafts most of which are the argmax."""
+    """Logits, and drafts that are mostly the argmax."""
     generator = torch.Generator().manual_seed(seed)
     logits = scale * torch.randn(batch, num_draft_tokens + 1, vocab, generator=generator)
     drafts = logits[:, :-1].argmax(dim=-1)
@@ -198,7 +198,7 @@ def test_steps_are_distributed_as_the_method_says_whatever_the_probabilities_of_
 
 
 def arguments(method, batch, rejection_sampling=False, draft_probs=None):
-    """Return what the sampler is called with."""
+    """Return the arguments of the sampler's call."""
     logits, drafts = drafted()
     hook = EagleSample(method, engine(rejection_sampling))
     verifier = hook.verifier
@@ -457,7 +457,7 @@ def walked(verify_input, own):
 
 
 def assert_walked(results, verify_input, own):
-    """Assert that results have the layout of SGLang's and are those of the walk; return the number of tokens of each."""
+    """Assert that results have the layout of SGLang's and equal the walk; return the number of tokens of each."""
     predict, accept_lens, accept_index = results
     width, num_nodes = verify_input.max_tree_depth, verify_input.draft_token_num
     assert [each.dtype for each in results] == [torch.int32] * 3
@@ -552,7 +552,7 @@ def test_steps_of_trees_are_distributed_as_the_targets_own(method, truncation):
 
 
 def tree_arguments(batch):
-    """Return what trees are verified with."""
+    """Return the arguments of the tree verification."""
     logits, token_ids, parents = drafted_trees()
     hook = EagleSample("probabilistic", engine())
     verifier = hook.tree_verifier
@@ -785,7 +785,7 @@ def kept(probs, top_k=VOCAB, top_p=1.0):
 
 
 def distribution_of_steps(rule, target, draft):
-    """Return the probabilities of all that a step can emit, the shortest first; rows are those of p and of q.
+    """Return the probabilities of all that a step can emit, the shortest first; rows are p and q.
 
     Drafts x are emitted with a probability A(x), which the rule says. One more token y follows them, accepted or not, with
     probability A(x) p(y). So y was not an accepted draft with probability A(x) p(y) - A(xy).

@@ -36,7 +36,7 @@ def run(method: str, version: str, target, ids, draft, keys, temperature: float 
 
 
 def outcomes(method: str, target, ids, draft, keys, temperature: float = TEMPERATURE) -> list[oracle.Outcome]:
-    """Return what the oracle says."""
+    """Return the oracle's outcomes, one per request."""
     name, temperature = ("strict", 0.0) if method == "greedy" else (method, temperature)
     return [
         oracle.verify(

@@ -78,7 +78,7 @@ CASES = {
 
 
 def check(method: str, models: Models) -> None:
-    """The joint distribution of tokens is that of the truncated target, and acceptance that of the truncated models."""
+    """Tokens have the joint distribution of the truncated target, and acceptance the rates of the truncated models."""
     run, plain = METHODS[method], replace(models, truncation={}, draft_truncation=None)
     of_drafts = models.truncation if models.draft_truncation is None else models.draft_truncation
     plain = replace(plain, target=truncated(models.target, models.truncation), draft=truncated(models.draft, of_drafts))
@@ -202,7 +202,7 @@ def sampler_of(method: str) -> RejectionSampler:
 
 
 def truncated_tables(rows: list[np.ndarray], temperature: float, options: Mapping) -> list[np.ndarray]:
-    """Return logits for every prefix, -inf in place of those of the tokens that are left out."""
+    """Return logits for every prefix, -inf for tokens that are left out."""
     result = []
     for logits in rows:
         cut = np.full_like(logits, -INF)

@@ -48,7 +48,7 @@ def arguments(batch: Case, place: tuple[str, str] = ("auto", "cpu")) -> dict[str
 
 
 def packed_arguments(batch: Case) -> dict[str, Any]:
-    """The same in slots, of which others hold what is no probability."""
+    """Return the arguments of a packed call; slots of no request hold invalid values."""
     slots = torch.tensor([4, 0, 2])
     names = ("draft_logits", "temperature", "seeds")
     return {

@@ -20,7 +20,7 @@ def real():
 
 
 def both(real, method, states, case, draft_logits, num_draft_tokens):
-    """Return what both emit on a GPU (or, if vLLM's kernels are interpreted, on the CPU)."""
+    """Return both outputs, vLLM's and ours, on a GPU (or, if vLLM's kernels are interpreted, on the CPU)."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     result = type("Ours", (DraftVerification, real), {}).__new__(type("Ours", (DraftVerification, real), {}))
     result.__dict__ |= rejection_sampler(method, states, num_draft_tokens).__dict__

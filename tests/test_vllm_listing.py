@@ -1,4 +1,4 @@
-"""The adapter of vLLM: processed log-probabilities and sampling masks are those of the rows that tokens are drawn from."""
+"""The adapter of vLLM: processed log-probabilities and sampling masks belong to the rows that tokens are drawn from."""
 
 import sys
 from types import SimpleNamespace as Namespace

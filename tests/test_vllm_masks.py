@@ -35,7 +35,7 @@ THINKING = [40, 41], [43, 44], [42, 43, 44]
 
 
 def allowed_tokens(asked, text, num_prompt, vocab=VOCAB, thinking=THINKING, grammar=None):
-    """Return which tokens vLLM leaves after a text, [vocab] bool, by its rules in their order.
+    """Return the tokens that vLLM allows after a text, [vocab] bool, by its rules in their order.
 
     Args:
         asked: of the request, as `LimitedSampler.add_request` takes it.
@@ -87,7 +87,7 @@ def bits_of(masks, vocab=VOCAB):
 
 
 def expected_of(requests, **more):
-    """Return what `allowed_tokens` says of each row."""
+    """Return `allowed_tokens` of each row, [rows, vocab]."""
     rows = []
     for _, asked, prompt, output, drafts in requests:
         for i in range(len(drafts) + 1):

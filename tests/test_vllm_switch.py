@@ -41,7 +41,7 @@ class Sampler:
 
 
 class EnginesRejectionSampler(PlainRejectionSampler):
-    """Likewise."""
+    """A rejection sampler with the name of vLLM's."""
 
     def _verify(
         self,

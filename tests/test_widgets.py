@@ -88,7 +88,7 @@ def readout(page, name: str) -> str:
 
 
 def rows(page, table: int | None = None) -> list[list[str]]:
-    """Return the cells of all rows of a widget, or of those of one of its tables."""
+    """Return the cells of all rows of a widget, or of one of its tables."""
     tables = page.locator(".sd-table") if table is None else page.locator(".sd-table").nth(table)
     return tables.locator("tbody tr").evaluate_all(
         "rows => rows.map(row => [...row.cells].map(cell => cell.textContent))"

@@ -1,4 +1,4 @@
-"""Rows in Triton: how a row of logits is read, 1,024 tokens at a time, and what is computed of it.
+"""Rows in Triton: reading a row of logits, 1,024 tokens at a time, and its statistics.
 
 With l the logits of a row and T the temperature, log p(x) = l_x / T - log(sum of exp(l_v / T)). The probabilities are never
 written: a row stays as the model wrote it, and one number more is the distribution.
@@ -34,7 +34,7 @@ def log_sum(log_weights):
 
 @triton.jit
 def log_row_sum(row_ptr, vocab_size, temperature):
-    """Return that of a row, read by one program."""
+    """Return log(sum(exp(l / T))) of a row, read by one program."""
     total = NOTHING
     for block in range(tl.cdiv(vocab_size, BLOCK_SIZE)):
         added = log_sum(load_block(row_ptr, block, vocab_size) / temperature)
@@ -45,14 +45,14 @@ def log_row_sum(row_ptr, vocab_size, temperature):
 
 @triton.jit
 def load_per_block(values_ptr, row, vocab_size):
-    """Return what a first launch left of each block of a row, [MAX_BLOCKS], -inf beyond the last one."""
+    """Return the first launch's result for each block of a row, [MAX_BLOCKS], -inf beyond the last block."""
     num_blocks, blocks = tl.cdiv(vocab_size, BLOCK_SIZE), tl.arange(0, MAX_BLOCKS)
     return tl.load(values_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=-float("inf"))
 
 
 @triton.jit
 def load_row(rows, row, size, temperature):
-    """Return where a row is, its size, and log(sum(exp(l / T))); a row of size 0 stands for q = 0.
+    """Return a row's pointer, size, and log(sum(exp(l / T))); a row of size 0 stands for q = 0.
 
     `rows` are the logits of all rows, and their block sums or None.
     """

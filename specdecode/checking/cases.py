@@ -1,4 +1,4 @@
-"""The questions: on which models, how many of the requests, and what is compared with what."""
+"""The cases: the models, the numbers of requests, and the compared values."""
 
 from typing import NamedTuple
 

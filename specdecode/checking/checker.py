@@ -38,11 +38,11 @@ def check(
     Args:
         verify: `verify(target_logits [n, K + 1, V] float32, draft_token_ids [n, K] int64, draft_logits [n, K, V] float32 or
             None, *, temperature, seeds [n], positions [n])`, called with NumPy arrays, returns [n, K + 1] ids: the accepted
-            drafts, one more token, then -1. What it does not take of draft_logits, temperature, seeds and positions it
-            leaves out of its signature. A draft of -1 is no draft. A verifier that takes seeds or positions, so that
+            drafts, one more token, then -1. Its signature may leave out any of draft_logits, temperature, seeds
+            and positions. A draft of -1 is no draft. A verifier that takes seeds or positions, so that
             requests differ, must take -1 or raise an error; of others it is noted if they use it as an index.
-        draft: `draft(draft_logits [n, V], *, temperature, seeds, positions, offset)` returns [n] ids; positions are those of
-            this draft, offset is its index in the step. It, too, leaves out what it does not take. None: drafts are drawn
+        draft: `draft(draft_logits [n, V], *, temperature, seeds, positions, offset)` returns [n] ids; positions are this
+            draft's, offset is its index in the step. Its signature, too, may leave out options. None: drafts are drawn
             from the softmax of their logits.
         num_draft_tokens: K.
         vocab_size: V, 2 or more.

@@ -19,7 +19,7 @@ MOST_GROUPS = 8
 
 
 class Finding(NamedTuple):
-    """One test, before it is known how many there are."""
+    """One test, before the number of tests is known."""
 
     name: str
     p_value: float | None

@@ -81,7 +81,7 @@ def roles(arguments: Arguments, tokens: Ids) -> Ids:
 def errors(arguments: Arguments, tokens: Ids) -> Ids:
     """Number the first error of each request by its role, from 1; 0 is none.
 
-    All have one number if there are equal logits wherever one is, or if last tokens look like those of logits divided by 0:
+    All errors have one number if equal logits explain each of them, or if last tokens look like logits divided by 0:
     token 0 if all become NaN, or the first positive one if all positive ones become infinite.
     """
     rows, requests, last = arguments.target_logits, np.arange(len(tokens)), (tokens != -1).sum(axis=1) - 1

@@ -75,7 +75,7 @@ class Models:
         return reached
 
     def most_accepted(self, draft_probs: list[Floats]) -> tuple[float, float] | None:
-        """Return how many drafts are accepted on average: by token verification, and by the best that sees one path.
+        """Return the mean number of accepted drafts: of token verification, and the maximum over methods that see one path.
 
         Let Q(x) be the probability that a block x is drafted. Token verification accepts it with Q(x) prod min(1, p/q), and
         no exact method with more than the running minimum min(Q(x v), Q(x) c(x) p(v)) of block verification. None: there

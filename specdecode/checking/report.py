@@ -49,7 +49,7 @@ class Report:
         return all(check.passed for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
+        """Return the report as a dictionary that JSON can hold."""
         return {"passed": self.passed, **asdict(self)}
 
     def __str__(self) -> str:

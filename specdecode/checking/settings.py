@@ -1,4 +1,4 @@
-"""How large a run is, what is known so far, and a line that shows how far it is."""
+"""The size of a run, its results so far, and its progress line."""
 
 import sys
 import time
@@ -35,7 +35,7 @@ class Settings(NamedTuple):
         return np.random.default_rng([self.seed, number(name), purpose])
 
     def size(self, share: float) -> int:
-        """Return how many requests are a share of all."""
+        """Return the number of requests in a share of all, at least 1."""
         return max(1, round(share * self.requests))
 
 
@@ -61,7 +61,7 @@ class Answers:
         self.not_asked.setdefault(reason, []).append(name)
 
     def all_notes(self) -> list[str]:
-        """Return what is to be reported beside the checks."""
+        """Return the notes to report beside the checks: options not tested, general notes, notes of findings."""
         left_out = [f"not asked: {', '.join(names)}: {reason}" for reason, names in self.not_asked.items()]
         return left_out + self.notes + [note for each in self.findings for note in each.notes]
 

@@ -50,7 +50,7 @@ class Arguments(NamedTuple):
     positions: Ids
 
     def requests(self, some: slice) -> "Arguments":
-        """Return a copy of those of some requests."""
+        """Return a copy of the arguments for some requests."""
         values: list[Any] = [each[some].copy() if isinstance(each, np.ndarray) else each for each in self]
         return Arguments(*values)
 
@@ -192,7 +192,7 @@ def parameters_of(name: str, function: Callable[..., Any]) -> list[inspect.Param
 
 
 def draft_options(draft: Callable[..., Any]) -> frozenset[str]:
-    """Return which options a drafter takes."""
+    """Return the options that a drafter takes."""
     parameters = parameters_of("draft", draft)
     options = parameters[1:]
     required = {each.name for each in options if each.default is each.empty and each.kind < each.VAR_KEYWORD}
@@ -207,7 +207,7 @@ def draft_options(draft: Callable[..., Any]) -> frozenset[str]:
 
 
 def as_array(output: Any) -> NDArray[Any]:
-    """Return an array of what was returned: an array, nested lists, or a tensor on any device."""
+    """Return an array, nested lists, or a tensor on any device as a NumPy array."""
     if hasattr(output, "detach"):  # PyTorch's, which this file does not import
         output = output.detach().cpu()
     return np.asarray(output)

@@ -55,7 +55,7 @@ def load(name: str, files: dict[Path, ModuleType] | None = None) -> Loaded:
 
 
 def usage(name: str) -> str:
-    """Return how a subject's options are written."""
+    """Return the usage text of a subject's options, `name:[option]...`."""
     return ":".join([name, *(f"[{each}]" for each in inspect.signature(SUBJECTS[name]).parameters)])
 
 

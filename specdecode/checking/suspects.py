@@ -1,4 +1,4 @@
-"""Which known mistakes fit what was seen.
+"""The search for known mistakes that fit the results.
 
 Each mistake is a verifier, so it can be run on the same models. The number of accepted drafts, the draft at the first
 rejection, the first draft and the last token together tell most mistakes apart. A mistake fits if these differ from what
@@ -38,7 +38,7 @@ MOST = 4
 def by_signature(asked: set[str], failed: set[str]) -> list[str]:
     """Return the ids of the mistakes that are known by the checks that they make fail.
 
-    If requests are not independent, most other checks fail, too: only those of independence tell something.
+    If requests are not independent, most other checks fail, too: only the checks of independence are informative.
     """
     if failed & set(INDEPENDENCE):
         asked, failed = asked & set(INDEPENDENCE), failed & set(INDEPENDENCE)
@@ -84,7 +84,7 @@ def by_distribution(
 def compared(
     mistake: Mistake, subject: Subject, settings: Settings, outcomes: Mapping[str, Outcome], failed: set[str]
 ) -> tuple[bool, float] | None:
-    """Return whether a case differs, and how far the others are from what was seen, in standard deviations.
+    """Return whether a case differs, and the distance of the others from the results, in standard deviations.
 
     None: it does not fit. The main case must fit, and one of those that failed.
     """
@@ -109,14 +109,14 @@ def compared(
 
 
 def looks(outcomes: Mapping[str, Outcome], failed: set[str]) -> list[tuple[Case, int]]:
-    """Return cases, and how many of their requests to compare: what tells most at the least cost comes first."""
+    """Return the cases with their numbers of requests to compare: the most informative per cost come first."""
     sizes = {case: len(outcomes[case.name].tokens) for case in CASES if case.name in outcomes}
     first = [(HISTORY, look) for look in LOOKS if look < sizes.get(HISTORY, 0)]
     return first + sorted(sizes.items(), key=lambda each: (each[0].name not in failed, each[1]))
 
 
 def cells(models: Models, outcome: Outcome, requests: int) -> Ids:
-    """Number what is compared: accepted drafts, first draft, draft at the first rejection, last token."""
+    """Number the compared values: accepted drafts, first draft, draft at the first rejection, last token."""
     outcome = Outcome(*(each[:requests] for each in outcome))
     accepted, vocab = outcome.accepted, models.vocab_size + 1
     rows = np.arange(len(accepted))

@@ -61,7 +61,7 @@ class Step(NamedTuple):
         return int(self.drafts.shape[1])
 
     def of_drafts(self, rows: Floats) -> Floats:
-        """Return what rows [n, K or more, V] say of each draft: [n, K]."""
+        """Return the entry of each draft in rows [n, K or more, V]: [n, K]."""
         return np.asarray(np.take_along_axis(rows[:, : self.num_drafts], self.drafts[:, :, None], axis=2)[:, :, 0])
 
     def draft_at(self, offsets: Ids) -> Ids:

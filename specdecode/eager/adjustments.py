@@ -21,7 +21,7 @@ class RowIndex(NamedTuple):
     slots: Tensor  # of all that is by slot
     requests: Tensor  # of the drafts
     offsets: Tensor  # how many drafts come before the row
-    masks: Tensor  # the row of the mask, if masks are by row alone; else not used
+    masks: Tensor  # the row of the mask, used only if masks are by row alone
 
 
 class AdjustedRows:
@@ -67,7 +67,7 @@ class AdjustedRows:
         return rows
 
     def counts(self, rows: Tensor) -> Tensor:
-        """Return how often each token was emitted before each row, the drafts before it included, [..., vocab] int32."""
+        """Return the counts of tokens before each row, the drafts before it included, [..., vocab] int32."""
         slots, requests, offsets, _ = self.index
         if self.adjustments.output_counts is None:
             counts = torch.zeros_like(rows, dtype=torch.int32)
@@ -83,7 +83,7 @@ class AdjustedRows:
 
 
 def add_bias(rows: Tensor, adjustments: Adjustments, slots: Tensor) -> Tensor:
-    """Return l + b of [..., vocab] rows; a bias that is NaN, or of what is no token, is none."""
+    """Return l + b of [..., vocab] rows; a bias that is NaN or has no token is 0."""
     assert adjustments.bias_ids is not None
     assert adjustments.bias is not None
     ids = adjustments.bias_ids[slots].to(torch.int64)
@@ -139,7 +139,7 @@ def rows_and_slots(packing: Packing, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def row_index(packing: Packing | None, num_rows: int, shape: torch.Size, device: torch.device) -> RowIndex:
-    """Return where the adjustments of [batch, num_draft_tokens + 1] rows are; a packed call has so many rows in all."""
+    """Return the `RowIndex` of [batch, num_draft_tokens + 1] rows; a packed call has `num_rows` rows in all."""
     requests, offsets = (torch.arange(size, device=device) for size in shape)
     requests, offsets = requests[:, None].expand(shape), offsets.expand(shape)
     if packing is None:

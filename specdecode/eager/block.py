@@ -31,10 +31,10 @@ def residual_mass(
     Args:
         target: [..., vocab] raw logits.
         draft: [..., vocab] raw logits.
-        sampling: [...] or what broadcasts to it, how the target samples.
-        draft_sampling: likewise, how drafts were drawn.
+        sampling: [...] or broadcastable to it, how the target samples.
+        draft_sampling: [...] or broadcastable to it, how drafts were drawn.
         log_running_ratio: [...] log c, <= 0.
-        greedy: [...] bool or what broadcasts to it, whether the request is greedy; None if none is.
+        greedy: [...] bool or broadcastable to it, whether the request is greedy; None if none is.
     """
     rows, _ = read((target, draft), (sampling, draft_sampling))
     comparison, _ = compare(point_masses(rows, greedy), sampling.temperature)

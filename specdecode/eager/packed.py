@@ -36,7 +36,7 @@ class IndexedRows:
 
 
 def locate(packing: Packing, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each request's first row, how many drafts it has, and its slot, [batch] int64 each.
+    """Return each request's first row, number of drafts, and slot, [batch] int64 each.
 
     A request that has no rows, or whose rows or slot cannot be, has -1 drafts; its first row and its slot are 0.
     """
@@ -49,7 +49,7 @@ def locate(packing: Packing, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rows_of(first: Tensor, num_drafts: Tensor, most: int) -> Tensor:
-    """Return each request's rows, [batch, most + 1] int64, given the first of them and how many drafts it has.
+    """Return each request's rows, [batch, most + 1] int64, given its first row and number of drafts.
 
     A row behind a request's last is never looked at: any will do.
     """

@@ -71,7 +71,7 @@ def philox(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tens
 
 
 def negated_uniform_bits(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
-    """Return -u of the uniforms u: the bits of float64 numbers, of which float32 can hold each, as int64."""
+    """Return the float64 bits of -u for the uniforms u, as int64; every u is exact in float32."""
     kernel = fused() if seeds.is_cuda else None
     if kernel is not None:
         bits: Tensor = kernel(seeds, positions, index, domain=int(domain))
@@ -100,5 +100,5 @@ def exponential(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) ->
 
 
 def race(weights: Tensor, seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
-    """Run the exponential race of [..., n] float32 or float64 weights; return which has the largest w / E, [..., 1]."""
+    """Return argmax w / E of [..., n] float32 or float64 weights, the winner of the exponential race, [..., 1]."""
     return (weights / negated_exponential(seeds, positions, index, domain)).argmin(dim=-1, keepdim=True)

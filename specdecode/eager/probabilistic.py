@@ -17,7 +17,7 @@ from specdecode.eager.truncation import RowSampling, read
 
 
 def logprob(logit: Tensor, row_max: Tensor, temperature: Tensor, sums: Tensor, is_first: Tensor | None) -> Tensor:
-    """Return (l - max) / T - log of the sum; where an infinite maximum makes that NaN, what it is for a point mass."""
+    """Return (l - max) / T - log of the sum; the point mass's value where an infinite maximum makes that NaN."""
     result = (logit - row_max) / temperature - sums.log()
     return result if is_first is None else torch.where(result.isnan(), is_first.log(), result)
 
@@ -30,8 +30,8 @@ def logprobs(
     Args:
         models: [..., vocab] raw logits of the target, and of the draft if it is to be read.
         token_ids: [...] int64.
-        samplings: [...] or what broadcasts to it, of each model.
-        greedy: [...] bool, likewise, or None if no row is.
+        samplings: [...] or broadcastable to it, of each model.
+        greedy: [...] bool or broadcastable to it, None if no row is greedy.
 
     Returns:
         [models, ...] and [...].

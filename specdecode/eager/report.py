@@ -65,7 +65,7 @@ def top_logprobs(steps: Steps, raw_logits: Any | None, count: int) -> tuple[Tens
 
 
 def kept_sets(steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how many tokens are kept of each row, their ids, and the last one kept.
+    """Return the number of kept tokens of each row, their ids, and the last kept id.
 
     Returns:
         [batch, num_draft_tokens + 1] int32; [batch, num_draft_tokens + 1, MOST_KEPT] int32; [batch, num_draft_tokens + 1]
@@ -84,21 +84,21 @@ def kept_sets(steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def of_all_rows(steps: Steps, raw_logits: Any | None, of_rows: Compute, of_point_mass: Compute) -> tuple[Any, ...]:
-    """Apply a function to all rows, and another to those of greedy requests."""
+    """Apply `of_rows` to all rows, and `of_point_mass` to the rows of greedy requests."""
     sampling = steps.sampling if raw_logits is None else RowSampling(torch.ones_like(steps.temperature))
     logits, greedy = (steps.target_logits, steps.greedy) if raw_logits is None else (raw_logits, False)
     return by_kind(greedy, of_rows, of_point_mass, logits.shape[1:].numel(), logits, sampling.at(slice(None), None))
 
 
 def drawn_from(logits: Tensor, sampling: RowSampling, greedy: Tensor | None) -> tuple[Rows, Tensor]:
-    """Return rows of which all logits are finite that have a probability, others -inf; and the last token kept of each.
+    """Return rows with finite logits where p > 0 and -inf elsewhere, and the last kept token of each row.
 
-    A row that is a point mass is 0 at its token, which is the last one kept.
+    A point mass is 0 at its token, which is the last kept token.
 
     Args:
         logits: [..., vocab] raw or adjusted.
-        sampling: [...] or what broadcasts to it.
-        greedy: [...] bool, likewise, or None if no row is.
+        sampling: [...] or broadcastable to it.
+        greedy: [...] bool or broadcastable to it, None if no row is greedy.
     """
     rows, cutoffs = read((logits,), (sampling,))
     if cutoffs is None:
@@ -124,11 +124,11 @@ def likeliest(rows: Rows, temperature: Tensor, count: int) -> tuple[Tensor, Tens
 
 
 def listed(is_kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many tokens are kept of each row, [...] int32, and their ids, [..., MOST_KEPT] int32: none of too many."""
+    """Return the number of kept tokens, [...] int32, and their ids, [..., MOST_KEPT] int32: no ids if they do not fit."""
     ids = torch.arange(is_kept.shape[-1], dtype=torch.int32, device=is_kept.device)
     num_kept = is_kept.sum(dim=-1)
     is_listed = is_kept & (num_kept <= MOST_KEPT)[..., None]
-    entries = (is_kept.cumsum(dim=-1) - 1).where(is_listed, MOST_KEPT)  # one more, for all else
+    entries = (is_kept.cumsum(dim=-1) - 1).where(is_listed, MOST_KEPT)  # one more entry collects the rest
     token_ids = ids.new_full((*is_kept.shape[:-1], MOST_KEPT + 1), -1)
     return num_kept.to(torch.int32), token_ids.scatter_(-1, entries, ids.expand_as(entries))[..., :MOST_KEPT]
 

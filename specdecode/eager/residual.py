@@ -1,4 +1,4 @@
-"""Residuals in PyTorch: max(0, c p - q) of rows, what they weigh, and the token that is drawn from them."""
+"""Residuals in PyTorch: max(0, c p - q) of rows, their sums, and the token that is drawn from them."""
 
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ class Comparison(NamedTuple):
     """[...] log(sum of the draft's weights / sum of the target's), infinite if the draft row is a point mass."""
 
     def residual_weights(self, log_running_ratio: Tensor) -> Tensor:
-        """Return what is proportional to max(0, c p - q), and by the same factor to c p; may overwrite the difference."""
+        """Return max(0, c p - q) and c p, both scaled by one factor; may overwrite the difference."""
         ratios = self.log_sum_ratio[..., None], log_running_ratio[..., None]
         return weight_left(self.target_weights, self.difference, *ratios)
 

@@ -27,9 +27,9 @@ Compute = Callable[..., tuple[Tensor, ...]]
 
 
 def gathered(logits: Any) -> Any:
-    """Return logits as a tensor: if they are rows that copy themselves (`gather`), also in a named tuple, that is done now.
+    """Return logits as a tensor: rows that copy themselves call `gather` now, also in a named tuple.
 
-    Those of a draft's own vocabulary stay `vocabulary.DraftVocabRows`, of a tensor.
+    Rows of a draft's own vocabulary stay `vocabulary.DraftVocabRows`, of a tensor.
     """
     if isinstance(logits, tuple):
         return type(logits)(*map(gathered, logits))
@@ -50,7 +50,7 @@ def take(tensors: tuple[Any, ...], rows: Requests) -> tuple[Any, ...]:
 
 
 def by_chunks(compute: Compute, logits_each: int, *tensors: Any) -> tuple[Tensor, ...]:
-    """Apply `compute` to a few requests of the tensors at a time and concatenate what it returns.
+    """Apply `compute` to a few requests of the tensors at a time and concatenate the results.
 
     Args:
         compute: a function of the tensors.
@@ -142,8 +142,8 @@ def copy(models: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
 def mark_greedy(rows: Rows, greedy: Tensor | None) -> Rows:
     """Make the maxima of greedy rows infinite.
 
-    `exp_scaled` turns a row of which that is the maximum into weights that do not add up to a positive number, but to 0 or
-    NaN: where a sum says so, `first` is the token. To write the weights of a point mass would take a pass over all rows.
+    With an infinite maximum, `exp_scaled` returns weights whose sum is 0 or NaN, not positive: where a sum is not positive,
+    the token is `first`. Writing the weights of a point mass would take a pass over all rows.
 
     Args:
         rows: [models, ..., vocab].
@@ -203,7 +203,7 @@ def select(
 ) -> Tensor:
     """Draw one token per row with probability proportional to its weight.
 
-    Gumbel-max is computed as an exponential race: with Gumbel numbers G = -log E, the maximum of log w + G is that of w / E.
+    Gumbel-max is computed as an exponential race: with Gumbel numbers G = -log E, log w + G and w / E have the same argmax.
 
     Args:
         weights: [..., padded vocab] w >= 0.

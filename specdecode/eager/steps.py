@@ -12,14 +12,14 @@ from specdecode.synthetic import AcceptanceSchedule
 
 
 class Steps:
-    """A batch with a tensor for everything that may be given as one number for all requests."""
+    """A batch with a tensor for each option that may be one number for all requests."""
 
     def __init__(self, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
         size, rows, self.vocab = batch.target_logits.shape
         self.target_logits, self.draft_logits = batch.target_logits, batch.draft_logits
         if batch.draft_logits is not None and batch.draft_vocab_ids is not None:
             draft_ids = target_to_draft(batch.draft_vocab_ids, self.vocab)
-            # Of which only what tensors have, too, is used; but where rows are read, which looks at the type.
+            # Duck-typed as a tensor; only reading rows checks the type.
             self.draft_logits = DraftVocabRows(batch.draft_logits, draft_ids)  # type: ignore[assignment]
         self.conditional_rates = () if schedule is None else schedule.conditional_rates
         counts = torch.arange(max(size, rows), device=batch.target_logits.device)

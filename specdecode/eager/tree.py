@@ -124,7 +124,7 @@ def siblings(batch: RowBatch, width: int) -> Tensor:
     """Draw the children of a node from each row, [batch, width] int64, likeliest to be the target's own token first.
 
     They are the tokens with the smallest lags of the race that draws the target's own token, -1 where fewer are possible.
-    Those of greedy requests are the tokens with the largest logits.
+    For greedy requests they are the tokens with the largest logits.
     """
     temperature, greedy = row_temperature(batch.temperature, batch.logits)
     seeds, positions = seeds_and_positions(batch, torch.arange(len(batch.logits), device=batch.logits.device))

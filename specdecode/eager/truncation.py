@@ -70,7 +70,7 @@ def row_sampling(temperature: Tensor, truncation: Truncation | None, vocab: int)
 
 
 def of_drafts(sampling: RowSampling, greedy: Tensor | bool, target_temperature: Tensor) -> RowSampling:
-    """Return how drafts were drawn, beside the target's temperature; greedy ones have a top_k of 1."""
+    """Return the drafts' sampling, with the target's temperature beside it; greedy drafts have a top_k of 1."""
     whole = torch.full_like(target_temperature, ALL, dtype=torch.int64)
     top_k = whole if sampling.top_k is None else sampling.top_k
     top_k = top_k.masked_fill(greedy, 1) if isinstance(greedy, Tensor) else torch.ones_like(top_k) if greedy else top_k
@@ -78,7 +78,7 @@ def of_drafts(sampling: RowSampling, greedy: Tensor | bool, target_temperature: 
 
 
 def truncate(logits: Tensor, row_max: Tensor, sampling: RowSampling) -> Tensor:
-    """Replace the logits that are left out by -inf, in place; return the last token kept of each row, [...] int64.
+    """Replace truncated logits by -inf, in place; return the last kept token of each row, [...] int64.
 
     It is -1 where nothing is asked to be left out.
 
@@ -106,7 +106,7 @@ def truncate(logits: Tensor, row_max: Tensor, sampling: RowSampling) -> Tensor:
 
 
 def is_whole(sampling: RowSampling) -> Tensor:
-    """Return for which rows of a sampling that truncates nothing is asked to be left out, in its shape, bool."""
+    """Return a mask of the rows that nothing truncates, in the shape of the sampling, bool."""
     neutral = zip(sampling[2:], (ALL, 2.0, 0.0))
     return functools.reduce(torch.logical_and, [limit == value for limit, value in neutral if limit is not None])
 

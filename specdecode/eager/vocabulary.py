@@ -1,8 +1,8 @@
-"""Draft rows over a vocabulary of their own, in PyTorch: truncated as they are, and spread a few at a time.
+"""Draft rows over a vocabulary of their own, in PyTorch: truncated over that vocabulary, and spread chunk by chunk.
 
-Draft rows are short, and stay so until they are computed. Then those of the chunk are truncated in the order of the draft's
+Draft rows are short, and stay so until they are computed. Then the rows of a chunk are truncated in the order of the draft's
 ids, and their logits are moved to the target's ids, with -inf where the draft has no token. From there on they
-are rows like others: softmax gives 0 for what the draft lacks.
+are ordinary rows: softmax gives 0 for tokens that the draft lacks.
 """
 
 from typing import Any
@@ -44,9 +44,9 @@ class DraftVocabRows:
         return rows
 
     def weight_outside(self, logits: Tensor, row_max: Tensor, temperature: Tensor) -> Tensor | None:
-        """Return what [..., draft_vocab or more] logits weigh that stand for no token, relative to the row's maximum, [...].
+        """Return sum(exp((l - row_max) / T)) over [..., draft_vocab or more] logits without a token, [...].
 
-        Only ids that could not be checked may leave some: on the CPU it is None.
+        Only ids that could not be checked can leave such logits: on the CPU the result is None.
         """
         if on_host(self.draft_ids):
             return None

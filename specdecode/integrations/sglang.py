@@ -83,7 +83,7 @@ class Engine:
         return get_spec()
 
     def simulates_acceptance(self) -> bool:
-        """Return whether SGLang will replace what is accepted (`SGLANG_SIMULATE_ACC_LEN`)."""
+        """Return whether SGLang will replace the accepted counts (`SGLANG_SIMULATE_ACC_LEN`)."""
         from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
 
         return bool(SIMULATE_ACC_LEN > 0)

@@ -7,46 +7,46 @@ each request from the statistics and a few blocks, and writes the output.
 
 | file | what is in it |
 |---|---|
-| `call` | from a batch to a step: the values of a call, and its plan |
-| `methods` | each method: what it decides while rows are read, how it decides, how it draws, when a batch is large for it |
-| `arguments`, `values` | what kernels receive: the shape and type of every field; what their functions pass to each other |
+| `call` | the values of a call, and its plan |
+| `methods` | each method's functions: decide while rows are read, decide, draw; its limit for large batches |
+| `arguments`, `values` | the kernels' arguments: shape and type of every field; the values that their functions exchange |
 | `bundles` | the structure of a step, and the bundles of its plan |
 | `plan`, `launch` | the launches of a step, with the tuned numbers; compilation, launch |
-| `signature` | what a kernel is compiled for; symbols, whose values a call has |
+| `signature` | the types that a kernel is compiled for; symbols, whose values a call has |
 | `read`, `emit` | the two kernels of every step |
-| `request` | all that is loaded of a request: where its rows are, temperature, key, drafts, limits |
+| `request` | the values of a request: pointers to its rows, temperature, key, drafts, limits |
 | `vocabulary` | draft rows over a vocabulary of their own |
-| `rows` | where rows lie, and how they are read |
+| `rows` | pointers to rows, and loads |
 | `adjustments` | biases, penalties and masks, applied to target logits as they are loaded |
-| `row_adjustments` | where those of a row are |
-| `statistics`, `distribution` | what is kept of each block; from that to softmax, NaN and infinities included |
-| `truncation.kernel` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
-| `truncation.early` | what is decided before that is known |
-| `truncation.narrow`, `truncation.wide` | where that is looked for: among the likeliest tokens of a row, or in all of it |
-| `selection`, `block_bounds` | how a token is drawn; which blocks are looked at, in the order of their bounds |
-| `residual` | max(0, p - q): its weights, its block sums, which block is drawn from it |
-| `first_rejected`, `output` | the first rejected row of a request; what it returns |
+| `row_adjustments` | pointers to a row's adjustments |
+| `statistics`, `distribution` | the statistics of each block; softmax computed from them, NaN and infinities included |
+| `truncation.kernel` | the cutoff: the last token that top-k, top-p and min-p keep; the statistics of the kept tokens |
+| `truncation.early` | decisions before the cutoff is known |
+| `truncation.narrow`, `truncation.wide` | the search for the cutoff: among a row's likeliest tokens, or in the whole row |
+| `selection`, `block_bounds` | the draw of a token; blocks in the order of their bounds, with early exit |
+| `residual` | max(0, p - q): its weights, its block sums, the draw of a block from it |
+| `first_rejected`, `output` | the first rejected row of a request; the output |
 | `logprobs` | log-probabilities of emitted tokens |
 | `tree`, `siblings` | the walk of a tree of drafts, and the children of a node: launches of their own |
 | `report` | the likeliest tokens and the kept set of their rows: one launch more |
-| `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | what each method adds: how it decides about a draft |
+| `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | each method's decision about a draft |
 | `philox` | random numbers |
 
-| what happens | where |
+| event | function |
 |---|---|
 | a draft is accepted or rejected | `probabilistic.accepts`, `strict.decide`: called as `policy.DECIDE` by `emit.emit_row` |
 | ... in a large batch | as `policy.DECIDE` by `read.decide`: `probabilistic.accepts`, `strict.decide_while_reading` |
-| ... in `block` | `block.decide_without_reading`; what that leaves open, `block.decide_block` |
+| ... in `block` | `block.decide_without_reading`; open decisions, `block.decide_block` |
 | a logit is adjusted | `rows.load_raw`, `rows.load_logit`, `rows.adjusted_blocks`: they call `adjustments.adjusted` |
 | a NaN or an infinity in a row | `distribution.recompute_nonfinite`; where logits are read again, `rows.load_logits` |
-| a row need not be read | `read.decide` posts a rejection, `read.may_matter` looks at it; a draft row: `read.summarise` |
-| ... or not truncated | `truncation.kernel.is_to_cut` looks at it, too |
+| a row need not be read | `read.decide` publishes a rejection, `read.may_matter` checks it; a draft row: `read.summarise` |
+| ... or not truncated | `truncation.kernel.is_to_cut` checks it, too |
 | a recovered or a bonus token | `probabilistic.draw`; in `strict`, `strict.decide` |
 | a tie | between scores `selection.first_largest`, `block_bounds.ranked`; between logits `greedy.argmax` |
 | the cutoff of top-k, top-p, min-p | `narrow.cut_candidates`; in a whole row `wide.wide_cutoff`, ties `find_tie` |
-| how many programs a launch has | the `add_*` functions of `plan` |
+| the number of programs of a launch | the `add_*` functions of `plan` |
 | the rows and the slot of a request of a packed call | `request.locate` |
-| what `strict` and `probabilistic` do differently | the table in `methods`; then each method's `decide` |
+| the differences of `strict` and `probabilistic` | the table in `methods`; then each method's `decide` |
 
 No program waits for another: what must come after everything else is done by the last program to finish, or by the next
 launch. So no kernel can hang. What is kept from one call to the next never changes: compiled code, plans, a schedule's

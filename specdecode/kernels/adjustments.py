@@ -89,7 +89,7 @@ def load_adjustments(tokens, adjustments):
 
 @triton.jit
 def in_span(token_ids, span):
-    """Return whether tokens are in a span, as integers; the token -1 is in no span, not even that of -1."""
+    """Return 1 for tokens inside a span, 0 for others; the token -1 is in no span, not even in the span of -1."""
     return ((token_ids >= tl.maximum(span[0], 0)) & (token_ids <= span[1])).to(tl.int32)
 
 
@@ -203,7 +203,7 @@ def may_change(adjustments, span):
 
 @triton.jit
 def without_drafts(row):
-    """Return a row with adjustments, without what was loaded of the drafts before it."""
+    """Return a row with adjustments, without the loaded ids of the drafts before it."""
     biases, penalties, allowed, before, _ = row.adjustments
     adjustments = RowAdjustments(biases, penalties, allowed, before, ())
     return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.draft_ids, adjustments)

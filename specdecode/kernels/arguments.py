@@ -22,7 +22,7 @@ AlignedInt64 = Annotated[Any, "i64", "aligned"]
 class Rows(NamedTuple):
     """Logits rows: a request's row at an offset starts at `index * stride_request + offset * stride_offset`.
 
-    The index is the request's; in a packed call that of its first target row, and among draft rows its slot. See `request`.
+    The index is the request's; in a packed call its first target row, and among draft rows its slot. See `request`.
     """
 
     ptr: AlignedPointer  # [batch, rows, vocab_size] any float, in a packed call [num_rows, vocab_size]; None: there are none
@@ -37,7 +37,7 @@ class DraftVocabulary(NamedTuple):
 
     ids_ptr: AlignedPointer  # [size] int32 or int64: the target's token of each id of the draft; not checked
     size: AlignedInt32
-    ALIGNED: Constant  # size is a multiple of 16, and so is the address of the ids
+    ALIGNED: Constant  # size and the address of the ids are multiples of 16
 
 
 class Packing(NamedTuple):
@@ -54,7 +54,7 @@ class Packing(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The draft tokens, and what is known of them besides their logits; in a packed call all but the tokens is by slot."""
+    """The draft tokens, and their inputs other than logits; in a packed call all but the tokens is by slot."""
 
     ids_ptr: Pointer  # [batch, num_draft_tokens] int32 or int64, -1: no draft, or [num_rows]; None: no request has any
     stride_request: Int64
@@ -69,7 +69,7 @@ class Drafts(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """One value for each request, or one for all; in a packed call those of a request are at its slot."""
+    """One value for each request, or one for all; in a packed call a request's values are at its slot."""
 
     temperature_ptr: Pointer  # [batch] any float, or None: `temperature` for all
     temperature: Float32  # 0 is greedy
@@ -77,7 +77,7 @@ class Requests(NamedTuple):
     SEEDS_BY_REQUEST: Constant  # in a packed call, too
     first_seed: Int64
     positions_ptr: Pointer  # [batch] int64 absolute position of the token at offset 0, or None: 0; always by request
-    row_positions_ptr: Pointer  # [num_rows] int64 that of the token fed at each row, one before the one drawn; or None
+    row_positions_ptr: Pointer  # [num_rows] int64 position of the token fed at a row, before the drawn one; or None
     block_domain: Int32  # domains of the noise by which emitted tokens are drawn
     token_domain: Int32
 
@@ -175,7 +175,7 @@ class Workspace(NamedTuple):
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, see `residual`, or None
     raw_statistics_ptr: Pointer  # [target rows, num_blocks, 2] float32 statistics at temperature 1, or None
     draft_ids_ptr: Pointer  # [vocab_size] int32 the draft's id of each token, see `vocabulary`; None: the same ids
-    logprobs_ptr: Pointer  # that of `Outputs`, where a decision leaves its draft's, or None
+    logprobs_ptr: Pointer  # the pointer of `Outputs`, where a decision stores its draft's, or None
 
 
 class Sizes(NamedTuple):

@@ -88,7 +88,7 @@ def shared_logprob(context, terms, inputs, workspace, sizes):
 
 @triton.jit
 def store_terms(terms_ptr, terms, shared):
-    """Keep what decides about a draft, and what the residual of its row takes."""
+    """Store the terms that decide about a draft, and the terms of its row's residual."""
     row_max, draft_max, log_sum_ratio, subtracted = terms.residual
     log_ratio = tl.where(is_possible(terms), terms.log_p - terms.log_q, -INFINITY)
     tl.store(terms_ptr + LOG_RATIO, log_ratio)
@@ -122,7 +122,7 @@ def least_mass(log_uniform, log_c):
 def decide_without_reading(request, num_drafts, log_uniform, workspace, sizes):
     """Return the decision about each number of drafts without reading logits, [MAX_DRAFTS].
 
-    And, likewise, log c_i, the residual mass relative to p's maximum that it takes at least, and what the row subtracts.
+    Also, [MAX_DRAFTS] each: log c_i, the least residual mass relative to p's maximum for accepting, and `SUBTRACTED`.
     """
     counts = tl.arange(0, sizes.MAX_DRAFTS)
     terms_ptr = terms_at(workspace, request, counts, sizes)
@@ -198,7 +198,7 @@ def decide_kernel(inputs, workspace, sizes, config):
 
 @triton.jit
 def load_residual(terms_ptr, log_c):
-    """Return the `Residual` of max(0, p - q / c): that of max(0, p - q), with log c added to its ratio."""
+    """Return the `Residual` of max(0, p - q / c): log c is added to the ratio of max(0, p - q)."""
     row_max, draft_max = tl.load(terms_ptr + ROW_MAX), tl.load(terms_ptr + DRAFT_MAX)
     log_sum_ratio = tl.load(terms_ptr + LOG_SUM_RATIO) + log_c
     return Residual(row_max, draft_max, log_sum_ratio, tl.load(terms_ptr + SUBTRACTED).to(tl.int32, bitcast=True))

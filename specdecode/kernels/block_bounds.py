@@ -62,7 +62,7 @@ def take_top(keys, config):
 
 @triton.jit
 def ranked(scores, blocks):
-    """Return scores as int64, of which the largest is the first of the largest scores; none is negative."""
+    """Return scores >= 0 as int64 with a block in the low bits: the largest is the first of equal scores."""
     return (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (blocks ^ LAST_BLOCK)
 
 

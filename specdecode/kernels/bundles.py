@@ -61,7 +61,7 @@ class Structure(NamedTuple):
     dtypes: tuple[torch.dtype, ...]  # of these
     target: str  # layout of target rows
     draft: str | None  # layout of draft rows, if there are any
-    vocab_ids_are_aligned: bool  # those of the draft's own vocabulary
+    vocab_ids_are_aligned: bool  # the ids of the draft's own vocabulary
     max_blocks: int
     max_drafts: int
     is_aligned: bool  # vocab_size is a multiple of 16
@@ -71,7 +71,7 @@ class Structure(NamedTuple):
     logprobs: Logprobs | None
     seeds_by_request: bool  # a packed call has a seed for each request, not for each slot
     penalizes: bool  # target rows may have penalties
-    counts_are_aligned: bool  # those of emitted tokens
+    counts_are_aligned: bool  # the counts of emitted tokens
     width: int  # siblings that are drawn from each row; 0: one token
     flat: bool  # there are more requests, or rows of a request, than a grid's second and third dimensions take
 
@@ -114,7 +114,7 @@ def sizes_in(structure: Structure) -> Sizes:
 
 
 def definitions_in(structure: Structure) -> dict[str, str]:
-    """Return the expressions of names that symbols use beside those of a call."""
+    """Return the expressions of the names that symbols use and calls lack."""
     definitions = {
         "num_blocks": f"-(-vocab_size // {BLOCK_SIZE})",
         "target_rows": "batch * (num_draft_tokens + 1)",

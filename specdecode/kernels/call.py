@@ -108,7 +108,7 @@ def verify(
 
 
 def add_rows(method: Method, batch: VerificationBatch, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Add the rows that a verification reads, and where those of each request are."""
+    """Add the rows that a verification reads, and the index of each request's rows."""
     tensors["target"], packing = batch.target_logits, batch.packing
     if packing is not None:
         numbers["num_slots"] = packing.num_slots
@@ -257,7 +257,7 @@ def are_surely_equal(a: Tensor | float, b: Tensor | float) -> bool:
 def warm_up(name: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
     """Compile all kernels that steps with arguments like these launch, of as many drafts or fewer, whatever their sizes."""
     batches = [batch]
-    if batch.packing is None:  # else the drafts of its requests may be fewer at any call
+    if batch.packing is None:  # in a packed call requests may have fewer drafts
         most = batch.draft_token_ids.shape[1]
         # For sizes see `bundles.at_least`.
         of_other_sizes = [2**i - 1 for i in range(MIN_DRAFTS.bit_length() - 1, most.bit_length())]

@@ -130,7 +130,7 @@ def recompute_nonfinite(statistics, row, temperature, sizes):
     """Compute again the statistics of blocks that a NaN or an infinity made non-finite; NaN logits count as -inf."""
     block_max, sumexp = statistics
     nonfinite = block_max != block_max
-    if temperature > 0:  # a block's maximum adds 1 to its sum; what NaN or an infinity makes of that is out of range
+    if temperature > 0:  # a block's maximum adds 1 to its sum; with NaN or an infinity the sum is out of range
         in_range = (sumexp > 0.5) & (sumexp < 2 * BLOCK_SIZE)
         nonfinite = tl.where(block_max == -INFINITY, sumexp != 0, in_range == 0)
     nonfinite = nonfinite.to(tl.int32)

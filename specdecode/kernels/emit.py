@@ -71,7 +71,7 @@ def emit_row(context, inputs, outputs, workspace, sizes, config, policy):
     matters = offset <= last
     if config.POSTED:
         last = tl.minimum(last, load_first_rejected(workspace.state_ptr, request, sizes))
-        if not ASKED:  # log-probabilities are of what truncation leaves
+        if not ASKED:  # log-probabilities are after truncation
             matters &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
         matters &= offset <= last
     if matters:

@@ -30,8 +30,8 @@ posted. In block verification one number is kept instead, see `residual.NUM_LIST
 MOST_ROWS = 28
 COUNT_BITS, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
 REJECTED_BITS, EMPTY_BITS, EARLY = tl.constexpr(6), tl.constexpr(6 + MOST_ROWS), tl.constexpr(1 << (6 + 2 * MOST_ROWS))
-"""Row bits: one int64 for each request, in place of its first rejected and its first empty row; behind all else if these
-were posted. 6 bits count rows; then come 28 rejected bits, 28 empty bits and EARLY."""
+"""Row bits: one int64 for each request, instead of its first rejected and its first empty row; at the end of the state if
+these are published. 6 bits count rows; then come 28 rejected bits, 28 empty bits and EARLY."""
 
 
 @triton.jit

@@ -68,7 +68,7 @@ def hash_callees_first(function: object) -> None:
             callee = function.fn.__globals__.get(name)
             if callee is not function:  # name lookup finds `argmax` itself where it calls `tl.argmax`
                 hash_callees_first(callee)
-        function.cache_key  # noqa: B018 (a property that keeps what it finds)
+        function.cache_key  # noqa: B018 (a property that caches its result)
 
 
 class Source(ASTSource):  # type: ignore[misc]
@@ -79,7 +79,7 @@ class Source(ASTSource):  # type: ignore[misc]
     """
 
     def make_ir(self, *args: Any, **kwargs: Any) -> Any:
-        """Read the source; all other work of the compiler is done beside that of others."""
+        """Read the source under a lock; other stages of the compiler run concurrently."""
         with _reading:
             return super().make_ir(*args, **kwargs)
 
@@ -91,7 +91,7 @@ class Launch(NamedTuple):
     """A launch of a plan."""
 
     kernel: Any
-    grid: tuple[str, str, str]  # expressions, as those of symbols
+    grid: tuple[str, str, str]  # expressions, like a symbol's
     bundles: tuple[Any, ...]
     options: dict[str, Any]
 
@@ -99,7 +99,7 @@ class Launch(NamedTuple):
         """Return the cache key of its compiled kernel."""
         signature = Signature(self.kernel.arg_names, self.bundles)
         with _hashing:  # before `Signature.key`, which hashes the kernel; alone: a hash half done looks like one done
-            for function in (self.kernel, *signature.constants.values()):  # a constant may say what a kernel calls
+            for function in (self.kernel, *signature.constants.values()):  # a constant may be a called function
                 hash_callees_first(function)
             return device, self.kernel, *self.options.items(), *signature.key()
 
@@ -184,7 +184,7 @@ class Part(NamedTuple):
     """A part of a workspace."""
 
     dtype: torch.dtype  # of 32 or 64 bits
-    length: str  # an expression, as those of symbols
+    length: str  # an expression, like a symbol's
 
 
 class Plan:
@@ -254,7 +254,7 @@ class Plan:
             self.launch(launches)
 
     def allocate(self, length: int, zeros: int) -> Tensor:
-        """Return memory for a workspace of so many 32-bit words, the first few of which are zeros."""
+        """Return a workspace of `length` 32-bit words; the first `zeros` are 0."""
         workspace = torch.empty(length, dtype=torch.int32, device=self.device)
         if zeros:
             workspace[:zeros].zero_()
@@ -288,7 +288,7 @@ class Plan:
             kernel[programs](*[with_values(bundle, values) for bundle in bundles])
 
     def prepare(self, names: list[str]) -> Callable[..., Any]:
-        """Compile what is not compiled yet, and make `fill`, given the names of a call's tensors and numbers.
+        """Compile the kernels that are not compiled yet, and make `fill`, given the names of a call's tensors and numbers.
 
         `fill` is a function of `allocate` and of the values of these names. It returns the workspace, and the grid and
         arguments of each launch.

@@ -62,7 +62,7 @@ def normalizer_asked(context, normalizer, raw, inputs, workspace, sizes):
 @triton.jit
 def logprob_asked(context, token, normalizer, inputs, workspace, sizes):
     """Return the log-probability of a token at a context, given what `normalizer_asked` returns."""
-    is_there = token < context.request.vocab_size  # a request without rows emits token 0, of which it has no logit
+    is_there = token < context.request.vocab_size  # a request without rows emits token 0, without a logit
     if workspace.raw_statistics_ptr is None:
         row, temperature = target_row_at(context, inputs, workspace, sizes), context.temperature
     else:

@@ -1,4 +1,4 @@
-"""Each method: what it decides while rows are read, how it decides about a draft, and how it draws the token after it."""
+"""Each method's functions: decide while rows are read, decide about a draft, and draw the token after it."""
 
 from dataclasses import dataclass
 from typing import Any

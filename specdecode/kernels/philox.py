@@ -44,7 +44,7 @@ def philox4x32(seed, index, position, domain):
     word1, word2, word3 = low(position), high(position), tl.cast(domain, tl.uint32)
     keys = low(seed).to(tl.uint64), high(seed).to(tl.uint64)
     if index.shape[0] > MOST_IN_LOOP:
-        # A word stays a scalar until the index reaches it, so what all indices share is computed once.
+        # A word stays a scalar until the index reaches it, so the part that all indices share is computed once.
         words = word0, word1, word2, word3
         for _ in tl.static_range(ROUNDS):
             words, keys = philox_round(words, keys)

@@ -93,7 +93,7 @@ def plan_step(structure: Structure) -> Plan:
     inputs, outputs, sizes = inputs_in(structure), outputs_in(structure), sizes_in(structure)
     decide, overlaps = decision_while_reading(structure), can_overlap(structure.device)
     posted, has_draft_rows = decide is not None, structure.draft is not None
-    # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
+    # Programs that count each other start from zeros; otherwise the first launch clears the memory of the next ones.
     parts = workspace_parts(structure)
     plan = Plan(structure.device, definitions_in(structure), parts, zeros=parts["state"].length if posted else "0")
     workspace = Workspace._make(

@@ -146,9 +146,9 @@ def summarise(chunk, context, logsumexp, inputs, workspace, sizes, config):
 
 @triton.jit
 def may_matter(request, offset, inputs, workspace, sizes, DECIDES: tl.constexpr):
-    """Return whether a row beyond a request's first may matter, by what is known so far."""
+    """Return whether a row beyond a request's first may still matter, given the known rejections."""
     if inputs.packing.row_starts_ptr is not None:
-        # No id is loaded: a row after an id that is no token is rare, and read for nothing.
+        # No id is loaded: rows after an invalid id are rare; reading them is wasted work.
         matters = offset <= request.num_drafts
     else:
         matters = load_draft_ids(inputs.drafts, request, offset - 1, sizes) >= 0  # counting all was slower
@@ -159,7 +159,7 @@ def may_matter(request, offset, inputs, workspace, sizes, DECIDES: tl.constexpr)
 
 @triton.jit
 def decide(request, offset, token, temperature, inputs, workspace, sizes, policy):
-    """Decide about the draft at an offset whose rows have been read, and post what follows from that."""
+    """Decide about the draft at an offset whose rows have been read, and publish the decision."""
     accepted = tl.full([], False, tl.int1)
     if token >= 0:
         context = RowContext(request, offset, token, load_key(inputs.requests, request), temperature)
@@ -200,7 +200,7 @@ def read_kernel(inputs, workspace, sizes, config, policy):
     if matters:
         context = RowContext(request, offset, token, None, temperature)
         summarise(chunk, context, logsumexp, inputs, workspace, sizes, config)
-        if workspace.draft_ids_ptr is not None:  # here, or else the next launch would not wait for the map
+        if workspace.draft_ids_ptr is not None:  # here, so that the next launch waits for the map
             await_launch(config.OVERLAPS)
         if DECIDES:
             if offset < sizes.num_draft_tokens:

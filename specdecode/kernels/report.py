@@ -40,15 +40,15 @@ from specdecode.kernels.values import INFINITY, RowContext
 MOST_KEPT = tl.constexpr(limits.MOST_KEPT)
 TOP_LANES = tl.constexpr(triton.next_power_of_2(limits.MOST_TOP_LOGPROBS))
 AT_ONCE = tl.constexpr(8)
-"""Blocks that are read at once to list what is kept."""
+"""Blocks that are read at once to list kept tokens."""
 
 NO_TOKEN = tl.constexpr(-(2**63))
-"""Smaller than what `order_of` returns of any token."""
+"""Smaller than the `order_of` any token."""
 
 
 @triton.jit
 def raw_statistics_of(context, inputs, workspace, sizes):
-    """Return the statistics at temperature 1 of a row as it is in memory; where they are no others, those of the row."""
+    """Return the statistics of the unmodified row at temperature 1; the row's own statistics if they are the same."""
     block_max, sumexp = load_raw_statistics(context, inputs, workspace, sizes)
     if differs_from_raw(context, inputs, workspace) == 0:
         block_max, sumexp = load_target_statistics(context, workspace, sizes)
@@ -65,9 +65,9 @@ def distribution_of(row, statistics, temperature, sizes):
 
 @triton.jit
 def next_in_order(row, block_max, last, sizes):
-    """Return the `order_of` the first token after one in the order, and the blocks' maxima of what comes after both.
+    """Return the `order_of` the first token after `last`, and the block maxima of the tokens after it.
 
-    Where `block_max` are those of what comes after the one. `NO_TOKEN` if there is no more.
+    `block_max` are the block maxima of the tokens after `last`. The order is `NO_TOKEN` if there is no such token.
     """
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
     largest = tl.max(block_max, 0)
@@ -99,7 +99,7 @@ def report_likeliest(row, p, block_max, temperature, index, report, sizes):
 
 @triton.jit
 def list_kept(row, block_max, ids_ptr, sizes):
-    """List the tokens of a row that are kept, in the order of ids, while there is room; return how many there are."""
+    """List the kept tokens of a row, in the order of ids, while there is room; return their number, listed or not."""
     blocks, kept_blocks = tl.arange(0, sizes.MAX_BLOCKS)[None, :], (block_max > -INFINITY).to(tl.int32)
     nth = tl.where(kept_blocks == 1, tl.cumsum(kept_blocks, 0) - 1, -1)[None, :]
     num_kept = tl.full([], 0, tl.int32)
@@ -117,7 +117,7 @@ def list_kept(row, block_max, ids_ptr, sizes):
 
 @triton.jit
 def report_kept(row, p, block_max, index, workspace, report, sizes):
-    """Write how many tokens are kept of a row, which, and the last of them."""
+    """Write the number of kept tokens of a row, their ids, and the last one."""
     ids_ptr = report.kept_ids_ptr + index * MOST_KEPT
     num_listed = list_kept(row, block_max, ids_ptr, sizes)  # none of a point mass
     tl.debug_barrier()  # if they are too many, other threads write -1 where some are listed

@@ -59,7 +59,7 @@ def load_temperature(requests, request):
     temperature = requests.temperature
     if requests.temperature_ptr is not None:
         given = tl.load(requests.temperature_ptr + request.slot)
-        # Only 0 is greedy: what float32 cannot hold becomes the nearest number that it can.
+        # Only 0 is greedy: a temperature outside float32's range becomes the nearest number in it.
         clamped = tl.minimum(tl.maximum(given.to(tl.float32), SMALLEST), LARGEST_TEMPERATURE)
         temperature = tl.where(given > 0, clamped, 0.0)
     return temperature
@@ -80,7 +80,7 @@ def load_key(requests, request):
 
 @triton.jit
 def load_draft_ids(drafts, request, offsets, sizes):
-    """Return draft ids as int32, -1 for what is no token."""
+    """Return draft ids as int32, -1 for ids outside the vocabulary."""
     if drafts.ids_ptr is None:
         return offsets * 0 - 1
     else:
@@ -160,7 +160,7 @@ def load_limits(limits, request, sizes):
 
 @triton.jit
 def load_draft_limits(inputs, request, sizes):
-    """Return those of a request's drafts; as many as the draft has tokens are all tokens."""
+    """Return (top_k, top_p, min_p) of a request's drafts; top_k >= the draft's vocabulary size keeps all tokens."""
     top_k, top_p, min_p = load_limits(inputs.draft_limits, request, sizes)
     if inputs.draft_vocabulary.ids_ptr is not None:
         top_k = tl.where(top_k < inputs.draft_vocabulary.size, top_k, sizes.vocab_size)

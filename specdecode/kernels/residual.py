@@ -38,8 +38,8 @@ from specdecode.kernels.statistics import sum_blocks, sum_in_order
 from specdecode.kernels.values import RequestIndex, exists
 
 NUM_LISTED, LIST_FIELDS = tl.constexpr(0), tl.constexpr(4)
-"""Where in the state it says how many residuals are listed. Of each there are index, row and slot of its request, and its
-offset: so to sum it the request need not be located."""
+"""The state's entry for the number of listed residuals. Each has the index, row and slot of its request, and its offset: so
+its sum needs no lookup of the request."""
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -120,7 +120,7 @@ def listed_residual(index, workspace, sizes):
 
 @triton.jit
 def draft_index(request, offset, sizes):
-    """Return the index of a draft among those of all requests."""
+    """Return the index of a draft among the drafts of all requests."""
     return request.index * sizes.num_draft_tokens + offset
 
 
@@ -151,7 +151,7 @@ def best_of(target, draft, blocks, context, residual, row, block_domain, BLOCK_N
 def select_residual_block(context, exponentials, source, rows, inputs, sizes, config):
     """Draw a block with probability proportional to its residual; return it, -1 if all rounds to nothing.
 
-    The block is that of `select_block`, but few residuals are summed. None is more than p, so no block scores more than its
+    The result equals `select_block`, but few residuals are summed. None is more than p, so no block scores more than its
     sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score.
     """
     p, residual = source
@@ -159,7 +159,7 @@ def select_residual_block(context, exponentials, source, rows, inputs, sizes, co
     block_domain = inputs.requests.block_domain
     bounds = block_scores(residual_bounds(p.block_sums), exponentials)
     keys = keys_of(bounds, sizes)
-    if exists(row.cutoff):  # of blocks of which nothing is kept, nothing is left
+    if exists(row.cutoff):  # a block without kept tokens has no residual
         keys = tl.where(p.block_sums > 0, keys, -1)
     top, remaining = take_top(keys, config)
     first = blocks_of(top, sizes)

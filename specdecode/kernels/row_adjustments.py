@@ -12,7 +12,7 @@ WORD = tl.constexpr(adjustments.WORD)
 
 @triton.jit
 def load_penalty(ptr, number, slot, IS_FACTOR: tl.constexpr):
-    """Return a request's penalty; in a tensor, whose values could not be checked, what makes no sense is neutral."""
+    """Return a request's penalty; invalid values of a tensor, which could not be checked, are neutral."""
     penalty = number
     if ptr is not None:
         given = tl.load(ptr + slot).to(tl.float32)

@@ -41,7 +41,7 @@ def scaled(logits, row_max, temperature):
 
 @triton.jit
 def whole_row(ptr, stride_token, vocab_size):
-    """Return a row of which all is read."""
+    """Return a row over the whole vocabulary, without cutoff, draft ids or adjustments."""
     return Row(ptr, stride_token, vocab_size, (), (), ())
 
 
@@ -128,7 +128,7 @@ def both_rows_at(context, inputs, workspace, sizes):
 def load_raw(row, token_ids, wanted):
     """Return logits as they are stored, -inf beyond the vocabulary.
 
-    Adjusted ones are float32, and so are those of a row with a cutoff, -inf beyond that.
+    Adjusted logits and logits of a row with a cutoff are float32; beyond the cutoff they are -inf.
     """
     if exists(row.draft_ids):
         token_ids, wanted = draft_ids_of(row.draft_ids, token_ids, wanted), True
@@ -234,7 +234,7 @@ def load_blocks(row, blocks, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def with_adjustments(parts, row, blocks, BLOCK_N: tl.constexpr):
-    """Return the stored parts of some blocks of a row with what is loaded to adjust them, if anything is."""
+    """Return the stored parts of some blocks of a row and their loaded adjustments, if any."""
     if exists(row.adjustments):
         return parts, load_adjustments(tokens_of_blocks(blocks, row, BLOCK_N), row.adjustments)
     else:
@@ -285,7 +285,7 @@ def in_one(part):
 
 @triton.jit
 def unpack(part):
-    """Return the logits of a part as float32: those of even and of odd tokens, or all."""
+    """Return the logits of a part as float32: a pair for even and odd tokens, or all."""
     if part.dtype == tl.int32:
         return (part << 16).to(tl.float32, bitcast=True), (part & -65536).to(tl.float32, bitcast=True)
     else:
@@ -300,7 +300,7 @@ def in_order(bits):
 
 @triton.jit
 def key_of(logit):
-    """Return an integer in the order of logits; that of 0 and -0 is the same."""
+    """Return an integer in the order of logits; 0 and -0 have the same integer."""
     return in_order((logit + 0.0).to(tl.int32, bitcast=True))
 
 

@@ -2,7 +2,7 @@
 
     block b = argmax log W_b + G(b)        token v = argmax log w(v) + G'(v) in block b,  w(v) = exp((l_v - M) / T)
 
-One random number is drawn for each block, and one for each token of a single block, of which alone logits are read again.
+One random number is drawn for each block, and one for each token of a single block; only its logits are read again.
 With G = -log E, E exponential, the first is argmax W_b / E(b) and the second argmax w(v) / E'(v): so they are computed, and
 weights need no logarithm. (Of tokens that arrive after times E(v) / w(v) the first is taken: an *exponential race*.)
 

@@ -19,7 +19,7 @@ class Row(NamedTuple):
     vocab_size: Any
     cutoff: Any  # `Cutoff`: logits beyond it are read as -inf
     draft_ids: Any  # `DraftIds`: of a draft row over a vocabulary of its own, which is read by the target's tokens
-    adjustments: Any  # `RowAdjustments`: of a target row, what its request adds to logits
+    adjustments: Any  # `RowAdjustments` of a target row, or ()
 
 
 class Cutoff(NamedTuple):
@@ -41,7 +41,7 @@ class Tokens(NamedTuple):
 
     ids: Any
     inside: Any  # whether the row has them
-    octets: Any  # of whole blocks: the bytes of a mask that the tokens are in, [BLOCKS, BLOCK_N // 8]; else ()
+    octets: Any  # of whole blocks: the bytes of a mask that the tokens are in, [BLOCKS, BLOCK_N // 8]; or ()
     quads: Any  # of whole blocks: the first four of each eight tokens, [BLOCKS, BLOCK_N // 2]
     end: Any  # where the row's tokens end, if there are octets
 
@@ -73,7 +73,7 @@ class Biases(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """A request's penalties, and what they are for."""
+    """A request's penalties, and the counts that they apply to."""
 
     is_any: Any  # whether one of the three is not neutral
     repetition: Any
@@ -92,7 +92,7 @@ def exists(part):
 
 @triton.constexpr_function
 def ordinal_shift(dtype, adjustments):
-    """Return the number of bits by which keys can be shifted at compile time: those of different logits stay different."""
+    """Return the number of bits by which keys can be shifted at compile time: different logits keep different keys."""
     return 0 if len(adjustments) > 0 else {"bf16": 16, "fp16": 13}.get(dtype.name, 0)
 
 
@@ -128,7 +128,7 @@ class Distribution(NamedTuple):
 
     row_max: Any  # largest logit
     sumexp: Any  # sum of exp((l - row_max) / T)
-    point_mass_token: Any  # the only token, where a row is a point mass (greedy, infinite logits); else -1
+    point_mass_token: Any  # the only token of a point mass (greedy, infinite logits), or -1
     block_sums: Any  # [MAX_BLOCKS] the parts of sumexp; zeros where it is a point mass
 
 
@@ -148,7 +148,7 @@ class WeighedRow(NamedTuple):
     row: Any
     row_max: Any
     scale: Any  # log2(e) / T
-    total: Any  # what all tokens weigh
+    total: Any  # the weight of all tokens
 
 
 class Normalizer(NamedTuple):

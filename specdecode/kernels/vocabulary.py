@@ -28,8 +28,8 @@ IDS = tl.constexpr(8192)
 def map_kernel(inputs, workspace, sizes, config):
     """Store the draft's id of each of `SPAN` tokens of the target.
 
-    Of equal ids the first counts; one that is no token counts for none. A program looks through all ids for those of its own
-    tokens, whose entries it has cleared itself: else another launch would have to clear them before.
+    Of equal ids the first counts; an id outside the target's vocabulary is ignored. A program scans all ids for its own
+    tokens, and clears its own entries first: this saves a launch that clears them.
     """
     admit_next_launch(config.OVERLAPS)
     vocabulary, draft_ids_ptr = inputs.draft_vocabulary, workspace.draft_ids_ptr

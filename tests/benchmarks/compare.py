@@ -86,7 +86,7 @@ def inputs_of(batch: int, num_draft_tokens: int, temperature: float, vocab: int,
 
 
 def limits_of(truncation: str) -> dict[str, float]:
-    """Return what `top_k=20:top_p=.95` says, as options of a call."""
+    """Return the options of a call, parsed from text such as `top_k=20:top_p=.95`."""
     pairs = [pair.split("=") for pair in truncation.split(":") if pair != "none"]
     return {name: int(value) if name == "top_k" else float(value) for name, value in pairs}
 

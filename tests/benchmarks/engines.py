@@ -90,7 +90,7 @@ def states(slots: int, vocab: int, temperature: float, device: torch.device, tru
 
 
 def step(inputs: Inputs, token_ids: Tensor) -> dict[str, Any]:
-    """Return what vLLM's model runner calls `_verify` with, but draft_logits; request r is in slot r."""
+    """Return the arguments of vLLM's `_verify` except draft_logits; request r is in slot r."""
     batch, num_draft_tokens = token_ids.shape
     rows, device = num_draft_tokens + 1, token_ids.device
     slots = torch.arange(batch, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The inputs of the benchmarks: logits like those of serving, and the straightforward formulation."""
+"""The inputs of the benchmarks: logits as in serving, and the straightforward formulation."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ def peaked_rows(*shape: int, vocab: int, generator: torch.Generator) -> Tensor:
 
 
 def flat_rows(*shape: int, vocab: int, generator: torch.Generator) -> Tensor:
-    """Make [*shape, vocab] float32 logits of which top-p keeps tokens in every block."""
+    """Make [*shape, vocab] float32 logits; top-p keeps tokens of every block."""
     return torch.randn(*shape, vocab, generator=generator, device=generator.device)
 
 

@@ -1,4 +1,4 @@
-"""Logits rows like those of a language model, for any vocabulary; and rows of a real model, where it is at hand.
+"""Logits rows like a language model's, for any vocabulary; and rows of a real model, where it is installed.
 
     python -m tests.benchmarks.realistic ROWS.pt --positions 512
 
@@ -52,7 +52,7 @@ def load_rows(batch: int, num_draft_tokens: int, device: str = "cpu") -> tuple[T
 
 
 def real_rows(text: str, positions: int, layers: int = 25) -> dict[str, Tensor]:
-    """Compute [positions, 49152] bfloat16 logits of SmolLM2-135M-Instruct after tokens of a text, and those of a draft.
+    """Compute [positions, 49152] bfloat16 logits of SmolLM2-135M-Instruct after tokens of a text, and a draft's logits.
 
     The draft is the first `layers` of its 30 layers; the mean overlap is about .3.
     """

@@ -47,7 +47,7 @@ def is_on_gpu(benchmark: dict) -> bool:
 
 
 def results_of(benchmarks: list[dict]) -> dict[str, dict]:
-    """Return what was measured, by group and provider."""
+    """Return the measurements by group and provider."""
     results: dict[str, dict] = {}
     for benchmark in benchmarks:
         result = gpu_result(benchmark["extra_info"]) if is_on_gpu(benchmark) else cpu_result(benchmark["stats"])
@@ -93,7 +93,7 @@ def text(results: dict[str, dict]) -> str:
 
 
 def words(cell: dict) -> list[str]:
-    """Return what was measured of one provider, in words.
+    """Return one provider's measurements as texts.
 
     >>> words({"device_us": {"median": 8.125, "iqr": 0.04}, "TB/s": 3.9, "fraction": 0.88, "GB": 0.03})
     ['8.1 µs (0.0) on the device', '3.90 TB/s (88%)']

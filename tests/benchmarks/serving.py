@@ -12,7 +12,7 @@ many with the other, in the order ours, vLLM's, vLLM's, ours. The first steps af
 stretch of each, side by side in time; the ratio's interval (95 %) is of the mean of the pairs' logarithms, by Student's t.
 
 Over several GPUs (`--engine '{"tensor_parallel_size": 2}'`) vLLM gathers the logits of all requests on every GPU, or, with
-`--exchange batch-sharded`, each GPU those of its own requests; both verifications have the same logits. Figures are of the
+`--exchange batch-sharded`, each GPU gets its own requests'; both verifications have the same logits. Figures are of the
 GPU that verified in most steps, usually the first; `sample` is the head, all exchanges and `_verify`.
 """
 
@@ -175,11 +175,11 @@ class Meter:
         return result | {"left": dict(Counter(self.left()) - self.left_before), "preempted": preempted}
 
     def left(self) -> dict[str, int]:
-        """Return how many steps have been left to vLLM, by reason."""
+        """Return the number of steps left to vLLM, by reason."""
         return {str(reason): count for reason, count in getattr(self.runner.rejection_sampler, "fallbacks", {}).items()}
 
     def kernels(self) -> dict[str, Any] | None:
-        """Return what was profiled: time that the GPU was busy, and the kernels that took most, in microseconds a step."""
+        """Return the profile: the GPU's busy time and the longest kernels, in microseconds a step."""
         import torch
 
         if self.profiled == 0:
@@ -200,14 +200,14 @@ class Meter:
 
 
 def sharder_of(runner: Any) -> Any:
-    """Return what has vLLM bring each GPU the logits of its own requests."""
+    """Return the `BatchSharder` that brings each GPU the logits of its own requests."""
     from vllm.v1.worker.gpu.sample.batch_shard import BatchSharder
 
     return BatchSharder(runner.max_num_reqs, runner.decode_query_len, runner.device, False)
 
 
 def random_models(folder: Path, vocab: int, hidden: int, layers: int) -> tuple[Path, Path]:
-    """Write two random Llama models: the draft is the first two layers of the target, of which later layers add little."""
+    """Write two random Llama models: the draft is the first two layers of the target, whose later layers add little."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -419,7 +419,7 @@ HEADING = """vLLM / ours, step in ms, `sample` and `_verify` in us (host: median
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the figures depend on."""
+    """Return the configuration that the figures depend on: versions, GPU, models."""
     import torch
     import triton
     import vllm
@@ -450,7 +450,7 @@ def driver() -> str:
 
 
 def in_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a call returns in a new process, whose GPU memory is free afterwards."""
+    """Return the result of a call made in a new process; its GPU memory is free afterwards."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 

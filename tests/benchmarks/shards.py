@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=2 -m tests.benchmarks.shards --shapes 1x3 256x3 --json shards.json
 
-measures on the GPUs through NCCL if there are enough of them, else on CPUs through gloo. The inputs are those of the other
-benchmarks. The ways to verify:
+measures on the GPUs through NCCL if there are enough of them, else on CPUs through gloo. The inputs are the other
+benchmarks'. The ways to verify:
 
 * *one GPU*: all rows are there, and nothing is exchanged;
 * *gather*: all-gather the shards, put them side by side, and verify all requests on every rank, as engines do by default;
@@ -12,9 +12,9 @@ benchmarks. The ways to verify:
 Both are measured twice where there are draft logits: with the rank's columns of draft rows, and with *whole draft rows* on
 every rank, as in vLLM, which gathers draft logits as it drafts. That exchange is not in the time.
 
-A time is that of one step. On a GPU it comes from a CUDA graph of ten steps that is replayed twice without a pause: events
+A time is for one step. On a GPU it comes from a CUDA graph of ten steps that is replayed twice without a pause: events
 measure the second replay, so that no rank waits for another's start. It is the median of the rounds on the slowest rank. On
-CPUs it is the host's time of one step. All outputs must be bit for bit those of one GPU, on every rank and in a replayed
+CPUs it is the host's time of one step. All outputs must equal one GPU's bit for bit, on every rank and in a replayed
 graph, or the program fails.
 """
 
@@ -170,7 +170,7 @@ def measure(case: Case, name: str) -> list[dict[str, Any]]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return what the times depend on."""
+    """Return the environment of the times: torch, GPU, driver, NCCL."""
     if device.type == "cpu":
         return {"torch": torch.__version__}
     import triton

@@ -1,6 +1,6 @@
 """Speed on the CPU against the straightforward formulation: `pytest --benchmark-only tests/benchmarks/test_cpu.py`.
 
-Inputs are like those of serving: a vocabulary of 151,936, realistic rows, draft rows near the target's, and drafts sampled
+Inputs are as in serving: a vocabulary of 151,936, realistic rows, draft rows near the target's, and drafts sampled
 from them. Every provider gets raw logits and returns tokens.
 """
 

@@ -119,7 +119,7 @@ def test_a_request_depends_on_nothing_but_itself(case):
 
 @pytest.mark.parametrize("case", [case for case in EAGER if case.numbers == "by request"], ids=str)
 def test_greedy_requests_compute_no_softmax(case, monkeypatch):
-    """Rows that a softmax, a truncation or a block's mass takes are those of the other requests; a greedy batch has none."""
+    """Only sampled requests have rows in a softmax, a truncation or a block's mass; a greedy batch has none."""
     read, softmaxes = truncation.read, []
 
     def counted(models, samplings):

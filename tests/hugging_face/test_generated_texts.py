@@ -1,4 +1,4 @@
-"""Texts generated with Hugging Face models: those of plain sampling, or with its distribution."""
+"""Texts generated with Hugging Face models: the texts of plain sampling, or its distribution."""
 
 from itertools import product
 

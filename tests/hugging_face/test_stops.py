@@ -28,7 +28,7 @@ WORDS = ["a", "b", "ab", " c", "ca", "d", "bd", "<s>"]
 
 
 def word_tokenizer():
-    """A tokenizer whose token i decodes to WORDS[i]. Those of the letters after them are for transformers' own use."""
+    """A tokenizer whose token i decodes to WORDS[i]. The tokens of letters after them are for transformers' own use."""
     model = tokenizers.models.BPE({word: i for i, word in enumerate([*WORDS, "c", "e", "f"])}, [])
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.decoder = tokenizers.decoders.Fuse()

@@ -1,4 +1,4 @@
-"""Trees of drafts with Hugging Face models: the text is that of plain seeded sampling, and caches keep accepted paths."""
+"""Trees of drafts with Hugging Face models: the text equals plain seeded sampling, and caches keep accepted paths."""
 
 import copy
 

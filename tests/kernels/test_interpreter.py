@@ -53,7 +53,7 @@ def test_reductions_are_in_order_along_any_axis():
 
 @needs_interpreter
 def test_types_are_described_as_triton_describes_them():
-    """The first of a kind and the next, whose attributes are those of the first."""
+    """The first of a kind and the next, which has the first's attributes."""
     for element in (tl.float32, tl.bfloat16, tl.pointer_type(tl.float32), tl.pointer_type(tl.bfloat16)):
         for shape in ([2, 4], [4, 2], [tl.constexpr(2), tl.constexpr(4)]):
             for _ in range(2):

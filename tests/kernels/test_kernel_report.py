@@ -39,7 +39,7 @@ def made_by(call: Callable[[], Any]) -> list:
 
 
 def launches_of(batch: tuple, **way: bool) -> list:
-    """Those of a call."""
+    """Return the launches of a call."""
     return made_by(lambda: kernels.verify(*batch, **way))
 
 

@@ -79,7 +79,7 @@ def drawn(logits: torch.Tensor, temperature: float, seeds: torch.Tensor) -> list
 
 
 def test_sampled_tokens_are_the_references():
-    """By seeds of which some select a block that another is nearly as likely as."""
+    """Some seeds select a block when another is nearly as likely."""
     requests = 200 if ON_GPU else 12
     logits = case(requests, 0, 5000, torch.float32, seed=5).target_logits[:, 0]
     seeds = torch.arange(requests) * 977

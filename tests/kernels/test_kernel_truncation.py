@@ -233,7 +233,7 @@ CROWDED_OPTIONS = [
     list(itertools.product([2, 8], WIDE_DTYPES)) if ON_GPU else list(zip([2, 8, 2], WIDE_DTYPES)),
 )
 def test_rows_whose_likely_tokens_are_crowded_and_equal_are_cut_where_a_sort_cuts_them(values, dtype):
-    """As those of language models: likely tokens have low ids, and logits have few values, here so many to a unit."""
+    """As in language models: likely tokens have low ids, and logits have few values, `values` per unit."""
     noise = torch.randn(40 * 1024 + 5, generator=torch.Generator().manual_seed(values))
     row = ((15 - 1.5 * torch.arange(len(noise)).add(20).log() + 1.5 * noise) * values).round().to(dtype) / values
     among_equals = 0

@@ -40,7 +40,7 @@ def call_of(batch: Case, ids: Tensor, **options: Any) -> dict[str, Any]:
 
 
 def hostile(size: int, vocab: int, drafts: int) -> tuple[Case, Tensor]:
-    """A batch of which some rows are point masses, or empty, and ids of which many are no tokens or there before.
+    """A batch with some rows that are point masses, or empty, and many ids that are no tokens or repeat an id.
 
     Many draft logits are equal, so that truncation goes by the order of ids.
     """

@@ -57,7 +57,7 @@ def inside(values: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def reads_and_writes_inside() -> Iterator[list[dict[str, Any]]]:
-    """Require that of all launches meanwhile; yield what each plan was given."""
+    """Require that all launches read and write inside their tensors; yield the arguments of each plan."""
     from specdecode.kernels.launch import Plan
 
     given: list[dict[str, Any]] = []

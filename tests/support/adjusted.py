@@ -36,7 +36,7 @@ def bits_of(words: Tensor, vocab: int) -> np.ndarray:
 
 
 def likely(batch: Case | Rows, count: int) -> Tensor:
-    """The likeliest tokens of each request's rows, [batch, count]: those of which adjustments matter."""
+    """The likeliest tokens of each request's rows, [batch, count]: adjustments of them matter."""
     return batch.target_logits.cpu().float().mean(1).topk(count, dim=1).indices
 
 
@@ -91,7 +91,7 @@ def to(device: str, adjustments: Adjustments) -> Adjustments:
 def packed(
     adjustments: Adjustments, rows: dict[str, Any], counts: Sequence[int], slots: Tensor, num: int
 ) -> Adjustments:
-    """Those of a padded call as those of a packed one: by slot, of which there are so many; masks by row."""
+    """Return a padded call's adjustments for a packed call: by slot, `num` slots in all; masks by row."""
     mask = adjustments.allowed_mask
     if mask is not None:
         flat = mask.new_zeros(len(rows["target_logits"]), mask.shape[2])
@@ -119,7 +119,7 @@ def of_request(adjustments: Adjustments, index: int, vocab: int) -> OfRequest:
 
 
 def biases(adjustments: Adjustments, index: int) -> Iterator[tuple[int, float]]:
-    """Each token's bias, those of equal ids added up in float32."""
+    """Each token's bias; the biases of equal ids are summed in float32."""
     if adjustments.bias_ids is None or adjustments.bias is None:
         return
     sums: dict[int, Tensor] = {}

@@ -48,7 +48,7 @@ Domains = tuple[int, int] | Callable[[int], tuple[int, int]]
 
 
 class Chance:
-    """The choices of one run: first those of `plan`, then always the first possible one.
+    """The choices of one run: first the choices of `plan`, then always the first possible one.
 
     The plans of the other runs are put into `pending`.
     """

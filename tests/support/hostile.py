@@ -296,7 +296,7 @@ def logprobs(rows: np.ndarray, offset: int, request: Request) -> np.ndarray:
 
 
 def compare(method: str, rates, call: dict, output: SamplerOutput, index: int, single: bool) -> str:
-    """Compare one request's tokens with the reference's. Return how they compare: "same", "close", ..."""
+    """Compare one request's tokens with the reference's. Return the comparison: "same", "close", ..."""
     request = Request(call, index, single)
     ids, known = call["draft_token_ids"][index].tolist(), call["draft_logsumexp"]
     drafts = oracle.leading_drafts(ids, request.target.shape[1])

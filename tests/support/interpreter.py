@@ -226,7 +226,7 @@ def compute_with_numpy_what_is_known(interpreter: Any) -> None:
         setattr(builder, name, compute)
 
     def unchanged(data: Any) -> Any:
-        """Return what a cast makes of data that `compute` has cast already."""
+        """Return the data: `compute` has cast it already."""
         return data
 
     def move(pointer: Any, offset: Any) -> tuple:
@@ -247,7 +247,7 @@ def compute_with_numpy_what_is_known(interpreter: Any) -> None:
         return (type(operand), repr(operand)) if type(operand) in (int, float) else getattr(operand, "name", operand)
 
     def step_of(operands: tuple, noted: list[tuple], result: Any) -> Step | None:
-        """Return what was computed; None unless that is one function, of the operands or of casts of them."""
+        """Return the `Step` that was computed; None unless it is one function, of the operands or of casts of them."""
         tensors = [*filter(is_tensor, operands)]
         functions = [each for each in noted if each[0] is not unchanged]
         were_cast = {id(handle) for function, handle, *_ in noted if function is unchanged}

@@ -247,7 +247,7 @@ def strided(logits: Tensor) -> Tensor:
 def impossible_drafts(requests: int, vocab: int, closeness: float) -> Case:
     """A batch of one draft each, which the target makes impossible; draft rows are as close to the target's as is said.
 
-    They differ by blocks, some of which have a residual and some none, and a little by tokens. If infinitely, the first and
+    They differ by blocks, with and without a residual, and a little by tokens. If infinitely, the first and
     half of the others are none of the draft's: there the residual is all of p.
     """
     batch = case(requests, 1, vocab, torch.float32, greedy=0)
@@ -297,7 +297,7 @@ def in_reverse() -> Iterator[None]:
 
 
 def in_question(requests: int, drafts: int, vocab: int, dtype: torch.dtype = torch.float32) -> Case:
-    """A batch of which many numbers of drafts depend on residual masses: nothing is decided early."""
+    """A batch where many numbers of drafts depend on residual masses: nothing is decided early."""
     batch = case(requests, drafts, vocab, dtype, greedy=0, seed=3)
     generator = torch.Generator().manual_seed(4)
     target = batch.target_logits.float() / 3

@@ -45,7 +45,7 @@ def on_ranks(function: Callable, arguments: list[tuple]) -> list[Any]:
 
 
 class Ranks:
-    """Ranks of which each holds the tokens between two bounds, in the order of the vocabulary or another."""
+    """Ranks that each hold the tokens between two bounds, in the order of the vocabulary or another."""
 
     def __init__(self, bounds: list[int], order: list[int] | None = None) -> None:
         parts = list(itertools.pairwise(bounds))
@@ -70,7 +70,7 @@ class Ranks:
 
 
 def made_once() -> Callable[..., Ranks]:
-    """Return ranks with some bounds; those of equal bounds are made once."""
+    """Return a function that makes the ranks of some bounds, once for equal bounds."""
     made: dict = {}
 
     def make(bounds: list[int], order: list[int] | None = None) -> Ranks:

@@ -149,7 +149,7 @@ class ThinkingBudgetState:
 
 
 def last_in(text, ids):
-    """Return where ids are last in a text, -1 for nowhere."""
+    """Return the last index of `ids` in a text, -1 if absent."""
     return max((i for i in range(len(text) - len(ids) + 1) if text[i : i + len(ids)] == ids), default=-1)
 
 
@@ -218,7 +218,7 @@ Worker = type("StructuredOutputsWorker", (KeptGrammars, PlainWorker), {})
 
 
 def grammar_of(requests, mask_stride, vocab, seed=0, share=0.5):
-    """A step's grammars, as vLLM's scheduler sends them: masks of some requests, each of which has many rows."""
+    """A step's grammars, as vLLM's scheduler sends them: masks of some requests, many rows each."""
     words = torch.rand(len(requests) * mask_stride, -(-vocab // 32), 32, generator=torch.Generator().manual_seed(seed))
     bits = (words < share).numpy().astype(np.int64) << np.arange(32)
     ids = [f"request {place}" for place in requests]
@@ -326,7 +326,7 @@ def arguments(case):
 
 
 def packed_arguments(method, states, case, draft_logits=None, num_draft_tokens=4):
-    """Return what the sampler's `packed` is called with."""
+    """Return the arguments of the call of the sampler's `packed`."""
     verifier = Mock(method=method, backend="auto")
     verifier.packed.return_value = SamplerOutput(*[torch.zeros(1)] * len(SamplerOutput._fields))
     rejection_sampler(method, states, num_draft_tokens, verifier=verifier)._verify(draft_logits=draft_logits, **case)

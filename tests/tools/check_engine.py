@@ -58,7 +58,7 @@ class Engine(Protocol):
         Args:
             mode: `OURS` or `name`.
             prompts: one a request.
-            sampling: parameters of all requests, or a list with those of each.
+            sampling: parameters of all requests, or a list with each request's.
             tokens: number of tokens that each emits.
             held: start with all of them, so that batches are the same in each run.
         """
@@ -170,7 +170,7 @@ def p_value(first: list[Any], second: list[Any], least: int = 12, shared: int = 
 
     Args:
         first: tokens, or tuples of them.
-        second: likewise.
+        second: tokens, or tuples of them.
         least: how often one must be in both together to have a cell of its own.
         shared: number of cells of all others, which are dealt out by their hash. Random models have many rare tokens.
     """

@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def judge_right(name: str, verifier: Verifier, drafter: Drafter | None, options: argparse.Namespace) -> int:
-    """Return how many false alarms there are."""
+    """Return the number of false alarms."""
     seeds = range(5 * options.seeds)
     reports = [check(verifier, drafter, requests=options.requests, seed=seed, progress=False) for seed in seeds]
     alarms = sum(not report.passed for report in reports)

@@ -2,8 +2,8 @@
 
 `compute-sanitizer --tool memcheck|initcheck|synccheck python -m tests.tools.sanitize` on a GPU. Nearly all of the time goes
 into compiling. `python -m tests.tools.sanitize 0/15` to `14/15` make a fifteenth of the calls each and may run at once: all
-of it, with memcheck, took seven minutes on 16 cores and one H100. Every three choices of which a call is made are together
-in one of them. Results are not compared: the checker reports errors. Half of each batch is bad input: rows of NaN and
+of it, with memcheck, took seven minutes on 16 cores and one H100. Every combination of three options occurs in one
+of them. Results are not compared: the checker reports errors. Half of each batch is bad input: rows of NaN and
 infinities, ids outside the vocabulary, rows and slots that are none.
 """
 
@@ -121,7 +121,7 @@ def limits_of(kind: str) -> dict[str, Tensor | float]:
 
 
 def packed(call: dict[str, Any], batch: Case, layout: str) -> dict[str, Any]:
-    """The arguments of a call as those of a packed one: ragged rows without gaps, state in slots; or both no such places."""
+    """Return a call's arguments for a packed call: ragged rows and state in slots; or invalid row starts and slots."""
     counts = [i % (DRAFTS + 1) for i in range(BATCH)]
     slots = torch.tensor([2 * BATCH - 1 - 2 * i for i in range(BATCH)])
     dtype = torch.int32 if batch.target_logits.shape[2] % 2 else torch.int64
@@ -263,7 +263,7 @@ class Calls:
                 self.verify("probabilistic", call | limits, large=large)
 
     def many_requests(self) -> None:
-        """Requests of which block verification has many residuals to sum."""
+        """Requests with many residuals for block verification to sum."""
         for vocab, large in itertools.product((32_768, 33_001), (False, True)):
             batch = with_hostile_half(case(128, DRAFTS, vocab, torch.bfloat16, greedy=0, seed=vocab))
             self.verify("block", arguments(batch), large=large)
@@ -280,7 +280,7 @@ def arguments(batch: Case) -> dict[str, Any]:
 
 
 def main(device: str, part: int = 0, parts: int = 1) -> int:
-    """Make all calls, or a part of them; return how many there are."""
+    """Make all calls, or a part of them; return their number."""
     calls = Calls(device, part, parts)
     calls.all_choices()
     calls.adjusted()

@@ -110,7 +110,7 @@ class Switch:
             ours: its call.
             original: SGLang's function.
             *args: the drafts, the batch, the logits and the rest, of SGLang's function.
-            **options: likewise.
+            **options: keyword arguments of SGLang's function.
         """
         if args[1].forward_mode.is_idle():
             return original(*args, **options)
@@ -169,7 +169,7 @@ def turn(step: int) -> tuple[int, str]:
 def counted(steps: list[dict[str, Any]], requests: int) -> list[dict[str, Any]]:
     """Return the steps of a report that count: of all requests and before another such, but the first of each stretch.
 
-    `step_us` is the time from the beginning of one verification to that of the next.
+    `step_us` is the time from the beginning of one verification to the beginning of the next.
     """
     result, of_stretch = [], 0
     for last, step, following in zip([{"stretch": -1}, *steps], steps, steps[1:]):

@@ -1,8 +1,8 @@
-"""Make random calls with shards of the vocabulary on several GPUs; every bit has to be that of one GPU.
+"""Make random calls with shards of the vocabulary on several GPUs; every bit has to equal one GPU's.
 
     torchrun --nproc-per-node=2 -m tests.tools.stress_shards --seconds 120
 
-All ranks make the same calls, those of the tests: of every method and option, padded and packed, with NaN and infinities,
+All ranks make the same calls as the tests: of every method and option, padded and packed, with NaN and infinities,
 with shards of any lengths, in any order of the ranks, some of them empty. Half of the padded calls are captured in a CUDA
 graph and replayed with other inputs. A bit that differs ends the program. Without GPUs, or with `--cpu`, ranks are processes
 of a gloo group. `--backend eager` makes many calls at once; the kernels of each kind of call are compiled first.

@@ -3,7 +3,7 @@
 More comparisons, each beside the engine's own, run again:
 
 - `adjusted`: greedy requests with penalties, biases, lists of allowed tokens, minimum lengths and bad words, by kind;
-  *changed* says how many texts differ from those of plain greedy requests. In one batch of penalties and biases, one of the
+  *changed* says how many texts differ from plain greedy requests'. In one batch of penalties and biases, one of the
   others, and one in which few requests are like these.
 - `mixed`: the greedy requests, plain and adjusted, in a batch with sampled, truncated and seeded ones, requests with
   log-probabilities and with all of the above, and prompts of many lengths. Some requests end early.
@@ -17,7 +17,7 @@ More comparisons, each beside the engine's own, run again:
 - `seeded`: a hash of seeded texts of `SPECDECODE_VLLM=strict`, of a whole batch and of its first eight requests alone: it
   has to be the same for every drafter, number of drafts and mode of the engine, as far as the model's logits are.
 
-Counts are the steps that were verified, those of them that were left to vLLM (with several GPUs of each rank), the mean
+Counts are the steps that were verified, the steps left to vLLM (with several GPUs of each rank), the mean
 number of drafts of a request in a step, and how often a request was preempted (`"num_gpu_blocks_override"` makes too little
 room for all). *Gaps* also has how far apart the logits of the two tokens are. With `--price` vLLM's adaptive verification is
 told that rows are expensive, so that it leaves drafts out.

@@ -73,8 +73,8 @@ def generate(
     """Generate tokens with the target model's distribution, in fewer calls of the target than tokens.
 
     A request's tokens depend on its prompt, temperature, top_k, top_p, min_p and seed, up to rounding in the models: not on
-    the rest of the batch, nor on padding. With `method="strict"` they do not depend on the drafter either, and equal those
-    of `draft=None`. Temperature 0 is greedy decoding.
+    the rest of the batch, nor on padding. With `method="strict"` they do not depend on the drafter either, and equal the
+    tokens with `draft=None`. Temperature 0 is greedy decoding.
 
     The generation config decides where an argument is None. Its fields that change logits (such as `repetition_penalty`,
     `no_repeat_ngram_size`, `bad_words_ids` and `min_new_tokens`) are applied by transformers' logits processors, to each row
@@ -101,13 +101,13 @@ def generate(
         top_p: float or [batch]; 1 = all tokens, None as for `top_k`.
         min_p: float or [batch]; 0 = all tokens, None as for `top_k`.
         seeds: [batch] int64, or one int s meaning s, s + 1, ...; None = drawn from torch's default generator.
-        eos_token_id: stop token or tokens; None = those of the config, whose ids outside the vocabulary, such as -1, stop
+        eos_token_id: stop token or tokens; None = the config's, where ids outside the vocabulary, such as -1, stop
             nothing; [] = none.
         on_step: called with a `Step` for every request and step, as soon as its tokens are known.
         generation_config: used where an argument is None. The target's own `generation_config` fills in the fields that are
             None here, and is used alone by default.
-        logits_processor: functions of (input_ids, scores), such as a `LogitsProcessorList`, applied after those of the
-            config. They are given [rows, length] int64 tokens without padding and [rows, vocab] scores, and return scores
+        logits_processor: functions of (input_ids, scores), such as a `LogitsProcessorList`, applied after the config's
+            own. They are given [rows, length] int64 tokens without padding and [rows, vocab] scores, and return scores
             of the same shape. They must decide by these alone, row by row: which rows come together is not defined.
         num_return_sequences: how often each prompt is continued, each time with a seed of its own: `seeds` is then
             [batch * num_return_sequences] or an int, and a [batch] tensor for another argument holds for all continuations
@@ -117,8 +117,8 @@ def generate(
         accept_stop_tokens: False = end a request's drafts before a token that ends the text. Only for a synthetic sampler,
             which would accept it at the scheduled rate, so that texts end earlier than the target's. A text then ends where
             the target itself emits such a token.
-        stop_strings: string or strings; a text ends with the token that completes one, as in transformers. None = those of
-            the config, [] = none.
+        stop_strings: string or strings; a text ends with the token that completes one, as in transformers. None = the
+            config's, [] = none.
         tokenizer: the target's, needed only where there are stop strings.
         token_type_ids: ignored, so that `**tokenizer(...)` can be passed; refused if a model reads them.
         tree: widths by level, each at most 8, in place of `num_draft_tokens`: (4, 2, 1) drafts four candidates for the next

@@ -70,7 +70,7 @@ class CachedModel:
 
         Args:
             tokens: [requests, width] int64, right-aligned.
-            positions: [requests, columns that the cache lacks] int64; those of padding may be out of range.
+            positions: [requests, columns that the cache lacks] int64; padding may be out of range.
             attention_mask: as the model takes it.
             keep: number of columns.
         """

@@ -43,7 +43,7 @@ class Processors:
     Args:
         target: the target model, whose method builds the processors of the config.
         config: the merged config.
-        given: the user's processors, applied last; one of the same class replaces that of the config.
+        given: the user's processors, applied last; each replaces the config's processor of the same class.
         prompts: [batch, prompt] bool: which columns of the prompts are tokens.
         max_new_tokens: the most new tokens per request.
         stops: what ends a text.
@@ -108,7 +108,7 @@ class Processors:
         return logits
 
     def process_row(self, row: Tensor, tokens: Tensor, batch: Batch, num_drafts: int, used: Tensor) -> Tensor:
-        """Return the draft model's processed rows, [requests, vocab]; the arguments are those of `apply`."""
+        """Return the draft model's processed rows, [requests, vocab]; takes the arguments of `apply`."""
         if self:
             row = writable(row)
             self.apply(row, tokens, batch, num_drafts, used)

@@ -74,7 +74,7 @@ class Batch(NamedTuple):
 
 
 class Alignment:
-    """The columns that the next step keeps: those of unfinished requests, right-aligned again.
+    """The columns that the next step keeps: the columns of unfinished requests, right-aligned again.
 
     A row's padding on the left changes from old_width - before to width - after columns. So its new column j is column
     j + (old_width - before) - (width - after) of the old row, in the tokens and in every cache.

@@ -105,7 +105,7 @@ def read_nodes(model: CachedModel, batch: Batch, tree: Tree, node_ids: Tensor, k
 
 
 def keep_path(model: CachedModel, width: int, path: Tensor) -> None:
-    """Move the cached columns of the accepted nodes right behind the text, and remove those of all other nodes.
+    """Move the cached columns of the accepted nodes right behind the text, and remove the columns of all other nodes.
 
     Args:
         model: a model whose cache holds the text and the nodes of the path.

@@ -1,7 +1,7 @@
 """The names of vLLM that are known here, and checks for others.
 
 A later version may apply a new rule in a method that is replaced here, and the rule must not be dropped. So the names that
-vLLM's own methods consult are compared with those of the versions that were run. One unknown name leaves all steps to vLLM.
+vLLM's own methods consult are compared with the names in tested versions. One unknown name leaves all steps to vLLM.
 """
 
 import functools

@@ -67,7 +67,7 @@ class KeptGrammars:
 
 
 class GrammarSteps:
-    """Mixed into vLLM's V2 model runner: it says whose step it is, and drops what is kept at its end."""
+    """Mixed into vLLM's V2 model runner: it passes its sampler to the grammar worker for a step, then drops both."""
 
     # What vLLM's class has:
     rejection_sampler: Any

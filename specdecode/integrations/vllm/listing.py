@@ -40,7 +40,7 @@ class ListedRows:
         return 0 <= self.num_listed <= MOST_TOP_LOGPROBS and not self.sampler.return_sampling_mask
 
     def listing_of(self, needs: int) -> dict[str, Any]:
-        """Return the arguments by which a call lists, given its requests' needs in bits."""
+        """Return the arguments that make a call list, given its requests' needs in bits."""
         listing: dict[str, Any] = {}
         if needs & LOGPROBS and self.sampler.logprobs_mode == LISTED_MODE and self.can_list:
             listing = {"logprobs": "processed", "top_logprobs": self.num_listed}

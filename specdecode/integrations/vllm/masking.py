@@ -3,7 +3,7 @@
 vLLM sets the logits of tokens that a request may not have to -inf, some of them before it adds biases and penalties. These
 leave -inf as it is, so all of it may come last, as `Adjustments.allowed_mask`. In vLLM's order, for each row:
 
-1. the request's list of allowed tokens, if it has one, and those of its grammar;
+1. the request's list of allowed tokens, if it has one, and its grammar's allowed tokens;
 2. without its stop tokens, as long as its text is shorter than it has to be. If that leaves none, they stay;
 3. without the last token of each bad word, if the row's text ends with the others;
 4. a token alone, where a thinking budget forces it: vLLM gives it a logit of 1e9, whatever its own was.

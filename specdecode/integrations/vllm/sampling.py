@@ -179,7 +179,7 @@ class TokenSampling:
         return self.copies
 
     def sampling_of(self, needs: int, step: Step) -> dict[str, Any]:
-        """Return the arguments by which a step's requests sample from raw logits, by slot: truncation and adjustments."""
+        """Return the arguments for sampling from raw logits, by slot: truncation and adjustments."""
         return (self.truncated() if needs & TRUNCATES else self.whole()) | self.adjusted(needs, step)
 
     def whole(self) -> dict[str, Any]:
@@ -251,9 +251,9 @@ class TokenSampling:
         return why_not[0], why_not[1]
 
     def share(self) -> tuple[Any, ...]:
-        """Return the part of all ranks' kernels that this rank compiles before it looks for those of the others.
+        """Return the fields of a `Share`, (rank, world size, barrier); () without a group.
 
-        If they have no common cache of compiled kernels, as with vLLM's torch.compile, it compiles those, too.
+        A rank compiles its part of the kernels, then loads the other parts; without a common cache it compiles them, too.
         """
         group = group_of(self)
         return () if group is None else (group.rank_in_group, group.world_size, group.barrier)

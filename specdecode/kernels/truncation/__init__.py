@@ -1,4 +1,4 @@
-"""Truncation: which tokens top-k, top-p and min-p keep of a row, and the statistics of what is kept.
+"""Truncation: the tokens that top-k, top-p and min-p keep of a row, and their statistics.
 
 | file | what is in it |
 |---|---|

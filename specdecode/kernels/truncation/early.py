@@ -18,7 +18,7 @@ from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import INFINITY
 
 ERROR = tl.constexpr(1e-3)
-"""An upper bound of the rounding error of what is decided before truncation."""
+"""An upper bound of the rounding error of decisions before truncation."""
 
 
 @triton.jit
@@ -108,9 +108,9 @@ def may_accept(context, noise, inputs, workspace, sizes):
                     block_max, _ = load_draft_statistics(context, True, workspace, sizes)
                     draft_max, draft_sumexp = terms.draft_normalizer.row_max, tl.exp(terms.draft_normalizer.log_sum)
                     log_draft_kept = log_least_kept(block_max, draft_max, draft_sumexp, temperature, limits, sizes)
-            else:  # it tells the mass of what is kept, but not what that is
+            else:  # it gives the kept mass, but not the kept tokens
                 is_sure = tl.full([], False, tl.int1)
         is_sure &= log_ratio + log_draft_kept >= ERROR
-    if is_sure & (terms.p.row_max > -INFINITY):  # else that is still to be noted in the output
+    if is_sure & (terms.p.row_max > -INFINITY):  # an empty row still has to be marked in the output
         post_acceptance(workspace.state_ptr, context, sizes)
     return accepted, normalizer_of(terms.p), context.token

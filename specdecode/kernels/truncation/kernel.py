@@ -1,11 +1,11 @@
-"""Truncation in Triton: the last token that top-k, top-p and min-p keep of a row, and the statistics of what is kept.
+"""Truncation in Triton: the last token that top-k, top-p and min-p keep of a row, and the statistics of the kept tokens.
 
 Kept are the first tokens in the order (logit descending, id ascending), up to the *cutoff*: of equal logits the lower ids. A
 program has one row. It looks for the cutoff among few candidates (`narrow`), several times at most, and if it is not there,
 in the whole row (`wide`).
 
-The program leaves the cutoff, and instead of the statistics of each block those of what is kept of it. So everything that
-follows computes with the truncated distribution: where logits are read again, `rows` makes -inf of those beyond the cutoff.
+The program stores the cutoff, and replaces the statistics of each block by statistics of its kept tokens. So later steps
+compute with the truncated distribution: where logits are read again, `rows` returns -inf beyond the cutoff.
 """
 
 import triton
@@ -67,10 +67,10 @@ def floor_of(row_max, temperature, limits):
 
 @triton.jit
 def level_of(maxima, lowest, seen, share, summary, sizes):
-    """Return a level: of top-k and min-p, such that all tokens that they keep reach it; of top-p alone, probably.
+    """Return a logit level that all kept tokens reach; with top-p alone only probably.
 
-    And, with top-p alone, the share of the group maxima that reach it. Those of the last attempt had `seen`, its candidates
-    `share`. From one level to the next tokens are taken to have the same part of all tokens left as maxima of maxima left.
+    With top-p alone, also return the share of the group maxima that reach it. In the last attempt the maxima had the share
+    `seen`, the candidates `share`. Tokens and maxima are assumed to reach the same part of what is left of their shares.
     """
     top_k, top_p, min_p = summary.limits
     amounts, goal, slack = tl.full([maxima.shape[0]], 1, tl.int32), top_k, top_k // 16
@@ -80,7 +80,7 @@ def level_of(maxima, lowest, seen, share, summary, sizes):
         amounts = tl.where(maxima < INFINITY, shares_of(maxima, summary.p, summary.temperature), 0)
         total = tl.sum(amounts, 0)
         left_out, unseen = (1 - top_p) * ALL, (total - seen).to(tl.float32)
-        beyond = 0.0  # of what is within reach
+        beyond = 0.0  # of the groups within reach
         if sizes.MAX_BLOCKS > LIKELY:
             of_others = tl.where(summary.block_max < lowest, summary.p.block_sums, 0.0)
             beyond = tl.sum(of_others, 0) / summary.p.sumexp * ALL
@@ -96,7 +96,7 @@ def level_of(maxima, lowest, seen, share, summary, sizes):
 
 @triton.jit
 def cut(row, every_maximum, maxima_ptr, summary, statistics_ptr, list_ptr, sizes):
-    """Return the cutoff of a row with a finite maximum, where T > 0; leave the statistics of what is kept."""
+    """Return the cutoff of a row with a finite maximum, where T > 0; store the statistics of the kept tokens."""
     p, temperature, limits = summary.p, summary.temperature, summary.limits
     top_k, top_p, min_p = limits
     has_k = top_k < sizes.vocab_size
@@ -153,7 +153,7 @@ def locate_row(index, inputs, sizes):
 
 @triton.jit
 def truncate_row(row, index, temperature, limits, workspace, sizes):
-    """Return the cutoff of a row, and leave the statistics of what is kept."""
+    """Return the cutoff of a row, and store the statistics of the kept tokens."""
     statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)
     maxima_ptr, list_ptr = maxima_at(workspace, index, sizes), list_at(workspace, index, sizes)
     every_maximum = ()
@@ -194,7 +194,7 @@ def is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, P
     """Return whether a row that was read is to be truncated: not if it does not matter, or nothing truncates it."""
     if POSTED:
         is_read &= offset <= load_first_rejected(workspace.state_ptr, request, sizes)
-        if workspace.logprobs_ptr is None:  # they are of what truncation leaves
+        if workspace.logprobs_ptr is None:  # log-probabilities are after truncation
             is_read &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
     top_k, top_p, min_p = limits
     return is_read & (temperature > 0) & ((top_k < sizes.vocab_size) | (top_p < 1) | (min_p > 0))

@@ -45,7 +45,7 @@ WAYS = tl.constexpr(8)
 """Thresholds that a step of a search tries at once."""
 
 DEPTHS, DEEPEST = tl.constexpr(512), tl.constexpr(64)
-"""Levels that are told apart, down to so many temperatures (of at least 0.5) below the row's maximum; lower ones are not."""
+"""Distinct levels, down to so many temperatures (of at least 0.5) below the row's maximum; lower ones are not."""
 
 ALL = tl.constexpr(2.0**30)
 """The sum of a row as an integer."""
@@ -91,7 +91,7 @@ def token_in_order(order):
 
 @triton.jit
 def shares_of(logits, p, temperature):
-    """Return the probabilities of tokens before truncation, as integers of which `ALL` is 1."""
+    """Return the probabilities of tokens before truncation, as integers; `ALL` stands for 1."""
     weights = tl.exp2((logits - p.row_max) * base_2_scale(temperature))
     return (weights * (ALL / p.sumexp)).to(tl.int32)
 
@@ -118,7 +118,7 @@ def find_threshold(values, amounts, goal, slack, low, high, from_low):
 
 @triton.jit
 def level_with(maxima, amounts, goal, slack, total, most, lowest, row_max, temperature):
-    """Return the highest level from which on the amounts, of a `total`, reach a goal, see `find_threshold`; and their sum.
+    """Return the highest level at or above which the amounts reach a goal, of a `total` (`find_threshold`); and their sum.
 
     If that is more than `most`, it is the next level, from which on the sum is below the goal. It is not below `lowest`,
     from which on there may be less.
@@ -149,7 +149,7 @@ def likely_blocks(summary, list_ptr, sizes):
         entries, number = compacted(reaches)
         blocks = tl.reshape(tl.arange(0, sizes.MAX_BLOCKS), reaches.shape)
         tl.store(blocks_ptr + entries, blocks, mask=reaches & (entries < LIKELY))
-        tl.debug_barrier()  # what is listed is read by other threads than wrote it
+        tl.debug_barrier()  # other threads read the list than wrote it
         listed = tl.arange(0, LIKELY)
         blocks = tl.load(blocks_ptr + listed, mask=listed < number, other=sizes.num_blocks).to(tl.int32)
         return blocks, tl.where(number <= LIKELY, level, INFINITY)
@@ -197,7 +197,7 @@ def list_tokens(level, groups, maxima, most, row, list_ptr, sizes):
     groups_ptr = numbers_at(list_ptr)
     reaches = tl.reshape(maxima >= level, [groups.shape[0] // WARP, WARP])
     positions, num_groups = compacted(reaches)
-    tl.debug_barrier()  # what was listed before may still be read
+    tl.debug_barrier()  # the earlier list may still be read
     tl.store(groups_ptr + positions, tl.reshape(groups, reaches.shape), mask=reaches & (positions < CANDIDATES))
     tl.debug_barrier()
     found, first = tl.where(num_groups > most, num_groups, 0), tl.full([], 0, tl.int32)
@@ -250,12 +250,12 @@ def cut_candidates(list_ptr, found, is_complete, summary, MOST: tl.constexpr):
 
 @triton.jit
 def store_kept_candidates(statistics_ptr, last, list_ptr, found, summary, sizes):
-    """Replace the statistics of a row's blocks by those of the candidates up to the last that is kept."""
+    """Replace the statistics of a row's blocks by statistics of the kept candidates, up to `last`."""
     every_block = tl.arange(0, sizes.MAX_BLOCKS)
     inside, sums_ptr = every_block < sizes.num_blocks, numbers_at(list_ptr)
     tl.store(statistics_ptr + every_block * 2, summary.block_max, mask=inside)
     tl.store(sums_ptr + every_block, tl.zeros([sizes.MAX_BLOCKS], tl.int64), mask=inside)
-    tl.debug_barrier()  # what is stored is changed by other threads
+    tl.debug_barrier()  # other threads change the stored statistics
     order, logits = load_candidates(list_ptr, found, CANDIDATES)
     _, token_ids = token_in_order(order)
     is_kept, blocks = (logits > -INFINITY) & (order >= last), token_ids // BLOCK_SIZE

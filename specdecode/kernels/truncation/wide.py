@@ -1,12 +1,12 @@
-"""The cutoff of a wide row in Triton: one of which too much is kept to compare all candidates in pairs.
+"""The cutoff of a wide row in Triton: a row that keeps too many tokens to compare all candidates in pairs.
 
-The cutoff's logit is the largest from which on the tokens are enough: k of them, or a mass of top_p. It is searched for
-between two logits, of which the lower is known to be enough and the upper not; each pass over the row tries three between
-them: at first what a few blocks suggest, then around where a straight line between the two amounts would be enough, and the
-middle. Logits are counted off by *ordinals*, integers in their order: as many as the row's dtype has, 16 bits or 19 or 32.
+The cutoff's logit is the largest logit with enough tokens at or above it: k tokens, or a mass of top_p. The search keeps a
+lower logit that is enough and an upper logit that is not; each pass over the row tries three logits between them: first
+an estimate from a few blocks, then points around the linear interpolation of the two amounts, and the middle. Logits
+are compared as *ordinals*, integers in the same order, of 16, 19 or 32 bits by the row's dtype.
 
-Of the tokens with the cutoff's own logit those with the lowest ids are kept, as many as it takes: a last pass finds these,
-and leaves the statistics of what is kept.
+Of the tokens with exactly the cutoff's logit, the lowest ids are kept, as many as needed: a last pass finds them, and stores
+the statistics of the kept tokens.
 """
 
 import triton
@@ -37,10 +37,10 @@ BLOCKS = tl.constexpr(8)
 """Blocks that are read at once: one by each warp is best."""
 
 SAMPLE = tl.constexpr(2048)
-"""Tokens that suggest where to begin: some of each block, because likely tokens may be in few of them."""
+"""Tokens for the first estimate: some of each block, because likely tokens may be in few blocks."""
 
 DOUBT = tl.constexpr(0.1)
-"""By how much what these suggest may be wrong, relatively, in most rows."""
+"""The relative error of the estimate in most rows."""
 
 HALVINGS = tl.constexpr(5)
 """By which these logits are found."""
@@ -103,9 +103,9 @@ def sum_lanes(weights):
 
 @triton.jit
 def suggest(weighed, by_count, goal, least, sizes):
-    """Return two logits between which one with the amount `goal` probably is, by a few blocks of the row.
+    """Return two logits that probably enclose the logit with the amount `goal`, estimated from a few blocks of the row.
 
-    Tokens that each weigh less than `least` have less than what is left out of a mass.
+    Tokens with weights below `least` have less mass together than top-p leaves out.
     """
     row, row_max, scale, total = weighed
     BLOCK_N: tl.constexpr = SAMPLE // sizes.MAX_BLOCKS
@@ -113,7 +113,7 @@ def suggest(weighed, by_count, goal, least, sizes):
     logits = tl.reshape(logits, [SAMPLE])
     each = tl.where(logits > -INFINITY, amounts(logits, row_max, tl.where(by_count, 0.0, scale)), 0.0)
     share = BLOCK_N / BLOCK_SIZE
-    # Of a mass, what is left out is in many tokens, of which a few blocks have their share. What is kept may be in few.
+    # With a mass, the rest spreads over many tokens, so a few blocks estimate it well; the kept mass may lie in few tokens.
     amount, error = tl.sum(each, 0) - (total - goal) * share, DOUBT * (total - goal) * share
     amount, error = tl.where(by_count, goal * share, amount), tl.where(by_count, 3 * tl.sqrt(goal * share) + 1, error)
     lowest = tl.min(tl.where(logits > -INFINITY, logits, row_max), 0)
@@ -142,10 +142,10 @@ def narrow(bracket, ordinal, amount, goal):
 
 @triton.jit
 def guess(bracket, by_count, goal, is_near, weighed, SHIFT: tl.constexpr):
-    """Return three ordinals, of which the second has the amount `goal` if amounts follow a straight line.
+    """Return three ordinals to try; the second has the amount `goal` by linear interpolation.
 
-    The logarithm of a count does, over logits; a mass over logits, if the bracket is near what was suggested, else over
-    weights: far from there a few tokens have most of it.
+    A count is interpolated as its logarithm, over logits. A mass is interpolated over logits near the estimate, and over
+    weights elsewhere: far from the estimate a few tokens have most of the mass.
     """
     low, high, from_low, beyond_high = bracket
     row_max, scale = weighed.row_max, weighed.scale
@@ -174,7 +174,7 @@ def within(ordinals, low, high):
 
 @triton.jit
 def find_cutoff_ordinal(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.constexpr):
-    """Return the largest ordinal from which on the amount is `goal` or more, else `low`; that amount; and the one beyond.
+    """Return the largest ordinal with an amount >= `goal` at or above it, or `low`; that amount; the amount above it.
 
     From `low` on the mass is `mass`.
     """
@@ -183,7 +183,7 @@ def find_cutoff_ordinal(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.con
     least = tl.maximum(mass - goal, mass * ROUNDING) / sizes.vocab_size
     logit_more, logit_less = suggest(weighed, by_count, goal, least, sizes)
     more, less = ordinal_of(logit_more, SHIFT), ordinal_of(logit_less, SHIFT) + 1
-    is_enough = (by_count == 0) & (mass - goal > mass * ROUNDING)  # from the lowest on; else that is tried
+    is_enough = (by_count == 0) & (mass - goal > mass * ROUNDING)  # from the lowest on; or that is tried
     first = tl.where(is_enough, ordinal_of(logit_more / 2 + logit_less / 2, SHIFT), low)
     ordinals = within((first, more, less), low, high)
     bracket = low, high, tl.where(is_enough, mass, 0.0), 0.0
@@ -244,7 +244,7 @@ def last_token(lowest, row, sizes):
 
 @triton.jit
 def wide_cutoff(row, row_max, total, temperature, limits, sizes):
-    """Return from which logit on tokens are kept of a row with a finite maximum, where T > 0; and how many that have it."""
+    """Return the lowest kept logit of a row with a finite maximum, where T > 0, and the number of kept tokens with it."""
     SHIFT: tl.constexpr = ordinal_shift(row.ptr.dtype.element_ty, row.adjustments)
     top_k, top_p, min_p = limits
     scale = base_2_scale(temperature)
@@ -276,7 +276,7 @@ def find_tie(logit, nth, block, row):
 
 @triton.jit
 def store_kept(statistics_ptr, list_ptr, logit, ties, row, temperature, sizes):
-    """Replace the statistics of a row's blocks by those of what is kept; return the last token's logit and id."""
+    """Replace the statistics of a row's blocks by statistics of the kept tokens; return the last token's logit and id."""
     BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
     ties_ptr = numbers_at(list_ptr).to(tl.pointer_type(tl.float32), bitcast=True)
     raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, BLOCK_N)
@@ -292,7 +292,7 @@ def store_kept(statistics_ptr, list_ptr, logit, ties, row, temperature, sizes):
         store_statistics(statistics_ptr, None, parts, block, temperature, sizes, BLOCKS, True)
         num_ties = tl.sum(is_tie, 1)
         store_both(ties_ptr, num_ties, num_ties, block, sizes, BLOCKS)
-    tl.debug_barrier()  # what is stored is read by other threads than wrote it
+    tl.debug_barrier()  # other threads read the stored ties than wrote them
     _, num_ties = load_statistics(ties_ptr, True, sizes)
     most = tl.minimum(ties, tl.sum(num_ties, 0))
     kept = tl.minimum(tl.maximum(most - (tl.cumsum(num_ties, 0) - num_ties), 0.0), num_ties)
