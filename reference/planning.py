@@ -28,8 +28,8 @@ a rule may look at it.
   (1/2, 1/2). Token 0 has probability 1/2 + 1/4 * 3/4 = 11/16 instead of 3/4.
 
 *The best lengths.* Let a_j be the probability that draft j is accepted, given that those before it are. Draft i of a
-request is accepted with its *survival* s_i = a_0 a_1 ... a_i. A step of n requests emits on average n + (the sum of s over
-all drafts). Along a request s never increases. So the B largest survivals of the batch are prefixes of the requests' drafts
+request is accepted with its *joint rate* J_i = a_0 a_1 ... a_i. A step of n requests emits on average n + (the sum of J over
+all drafts). Along a request J never increases. So the B largest joint rates of the batch are prefixes of the requests' drafts
 (of equal ones take the earlier offset first), and no B drafts have a larger sum. It is left to choose B: try all of them.
 Stopping at the first B that is worse than the one before it can miss the best, because measured costs have steps.
 
@@ -48,7 +48,7 @@ def plan(acceptance, cost, most=None):
             the list.
         most: [num_requests] the most drafts of each request; None: num_draft_tokens.
 
-    The survivals are (0.9, 0.45) and (0.5, 0.4). Calls of 2, 3, 4, 5, 6 tokens emit 2, 2.9, 3.4, 3.85, 4.25. With a cost of
+    The joint rates are (0.9, 0.45) and (0.5, 0.4). Calls of 2, 3, 4, 5, 6 tokens emit 2, 2.9, 3.4, 3.85, 4.25. With a cost of
     8 + t the ratios are 0.2, 0.264, 0.283, 0.296, 0.304: verify all. With calls of more than 4 tokens at twice that cost,
     verify one draft of each request.
 
@@ -62,16 +62,16 @@ def plan(acceptance, cost, most=None):
     """
     num_requests, num_draft_tokens = np.shape(acceptance)
     limits = np.full(num_requests, num_draft_tokens) if most is None else np.asarray(most)
-    survival = np.cumprod(acceptance, axis=1)
+    joint_rates = np.cumprod(acceptance, axis=1)
     drafts = [(r, i) for i in range(num_draft_tokens) for r in range(num_requests) if i < limits[r]]
-    drafts.sort(key=lambda draft: -survival[draft])  # a stable sort: of equal ones the earlier offset stays first
+    drafts.sort(key=lambda draft: -joint_rates[draft])  # a stable sort: of equal ones the earlier offset stays first
     lengths = best_lengths = np.zeros(num_requests, dtype=int)
     tokens = num_requests
     best_ratio = tokens / cost[num_requests]
     for size, (request, offset) in zip(range(num_requests + 1, len(cost)), drafts):
         lengths = lengths.copy()
         lengths[request] = offset + 1
-        tokens += survival[request, offset]
+        tokens += joint_rates[request, offset]
         if tokens / cost[size] > best_ratio:
             best_ratio, best_lengths = tokens / cost[size], lengths
     return best_lengths

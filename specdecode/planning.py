@@ -116,8 +116,8 @@ class DraftPlanner:
         """
         check_count("num_requests", num_requests, len(self._cost) - 1)
         most = len(self._cost) if budget is None else check_count("budget", budget, least=0)
-        survival = self.acceptance.cumprod(0).expand(num_requests, -1)
-        return _plan(survival, self._cost[: num_requests + 1 + most])
+        joint_rates = self.acceptance.cumprod(0).expand(num_requests, -1)
+        return _plan(joint_rates, self._cost[: num_requests + 1 + most])
 
 
 def plan(acceptance: Tensor, cost: Sequence[float] | Tensor, most: Tensor | None = None) -> Tensor:
@@ -163,19 +163,19 @@ def plan(acceptance: Tensor, cost: Sequence[float] | Tensor, most: Tensor | None
         if most.shape != acceptance.shape[:1] or most.device != device:
             got = f"{list(most.shape)} on {most.device}"
             raise ValueError(f"most: expected shape [{len(acceptance)}] on {device}, got {got}")
-    survival = acceptance.double().cumprod(1)
+    joint_rates = acceptance.double().cumprod(1)
     if most is not None:
-        survival[torch.arange(survival.shape[1], device=device) >= most[:, None]] = -torch.inf
-    return _plan(survival, costs.to(device))
+        joint_rates[torch.arange(joint_rates.shape[1], device=device) >= most[:, None]] = -torch.inf
+    return _plan(joint_rates, costs.to(device))
 
 
-def _plan(survival: Tensor, cost: Tensor) -> Tensor:
-    """Return the lengths for survivals [num_requests, num_draft_tokens], -inf where there is no draft."""
-    num_requests = len(survival)
-    by_offset = survival.T.flatten()  # a stable sort keeps the earlier offset first
-    survivals, drafts = by_offset.sort(descending=True, stable=True)
-    survivals = survivals[: len(cost) - 1 - num_requests]
-    tokens = num_requests + torch.cat((survivals.new_zeros(1), survivals.cumsum(0)))
+def _plan(joint_rates: Tensor, cost: Tensor) -> Tensor:
+    """Return the lengths for joint rates [num_requests, num_draft_tokens], -inf where there is no draft."""
+    num_requests = len(joint_rates)
+    by_offset = joint_rates.T.flatten()  # a stable sort keeps the earlier offset first
+    largest, drafts = by_offset.sort(descending=True, stable=True)
+    largest = largest[: len(cost) - 1 - num_requests]
+    tokens = num_requests + torch.cat((largest.new_zeros(1), largest.cumsum(0)))
     num_drafts = (tokens / cost[num_requests : num_requests + len(tokens)]).argmax()
     is_verified = torch.arange(len(drafts), device=drafts.device) < num_drafts
     return torch.zeros_like(drafts[:num_requests]).scatter_add(0, drafts % num_requests, is_verified.long())
