@@ -28,10 +28,10 @@ a rule may look at it.
   (1/2, 1/2). Token 0 has probability 1/2 + 1/4 * 3/4 = 11/16 instead of 3/4.
 
 *The best lengths.* Let a_j be the probability that draft j is accepted, given that those before it are. Draft i of a
-request is accepted with its *joint rate* J_i = a_0 a_1 ... a_i. A step of n requests emits on average n + (the sum of J over
-all drafts). Along a request J never increases. So the B largest joint rates of the batch are prefixes of the requests' drafts
-(of equal ones take the earlier offset first), and no B drafts have a larger sum. It is left to choose B: try all of them.
-Stopping at the first B that is worse than the one before it can miss the best, because measured costs have steps.
+request is accepted with its *joint rate* J_i = a_0 a_1 ... a_i. A step of n requests emits on average n + (the sum of J
+over all drafts). Along a request J never increases. So the B largest joint rates of the batch are prefixes of the requests'
+drafts (of equal ones take the earlier offset first), and no B drafts have a larger sum. It is left to choose B: try all of
+them. Stopping at the first B that is worse than the one before it can miss the best, because measured costs have steps.
 
 Left out: where the acceptance comes from. It must be known before the drafts are drawn.
 """
@@ -48,9 +48,9 @@ def plan(acceptance, cost, most=None):
             the list.
         most: [num_requests] the most drafts of each request; None: num_draft_tokens.
 
-    The joint rates are (0.9, 0.45) and (0.5, 0.4). Calls of 2, 3, 4, 5, 6 tokens emit 2, 2.9, 3.4, 3.85, 4.25. With a cost of
-    8 + t the ratios are 0.2, 0.264, 0.283, 0.296, 0.304: verify all. With calls of more than 4 tokens at twice that cost,
-    verify one draft of each request.
+    The joint rates are (0.9, 0.45) and (0.5, 0.4). Calls of 2, 3, 4, 5, 6 tokens emit 2, 2.9, 3.4, 3.85, 4.25. With a cost
+    of 8 + t the ratios are 0.2, 0.264, 0.283, 0.296, 0.304: verify all. With calls of more than 4 tokens at twice that
+    cost, verify one draft of each request.
 
     >>> acceptance = [[0.9, 0.5], [0.5, 0.8]]
     >>> plan(acceptance, [8, 9, 10, 11, 12, 13, 14]).tolist()
