@@ -98,7 +98,8 @@ class DraftPlanner:
     def acceptance(self) -> Tensor:
         """[num_draft_tokens] float64: the learned conditional acceptance by position, on the planner's device."""
         accepted, judged = self._counts
-        return (accepted + 1) / (judged + 1)
+        rates: Tensor = (accepted + 1) / (judged + 1)
+        return rates
 
     def plan(self, num_requests: int, budget: int | None = None) -> Tensor:
         """Return the lengths for the next step, [num_requests] int64, without synchronising.
