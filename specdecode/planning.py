@@ -166,7 +166,7 @@ def plan(acceptance: Tensor, cost: Sequence[float] | Tensor, most: Tensor | None
             raise ValueError(f"most: expected shape [{len(acceptance)}] on {device}, got {got}")
     joint_rates = acceptance.double().cumprod(1)
     if most is not None:
-        joint_rates[torch.arange(joint_rates.shape[1], device=device) >= most[:, None]] = -torch.inf
+        joint_rates.masked_fill_(torch.arange(joint_rates.shape[1], device=device) >= most[:, None], -torch.inf)
     return _plan(joint_rates, costs.to(device))
 
 

@@ -11,6 +11,7 @@ import torch
 import specdecode
 from reference import block, planning, probabilistic
 from specdecode import DraftPlanner, RejectionSampler
+from tests.support.cuda import captured, synchronising_raises
 from tests.support.enumeration import (
     Chance,
     ExactUniform,
@@ -291,6 +292,32 @@ def test_a_budget_limits_the_drafts_of_all_requests():
     assert planner.plan(4, budget=6).tolist() == [2, 2, 1, 1]
     assert planner.plan(4, budget=0).tolist() == [0, 0, 0, 0]
     assert DraftPlanner(num_draft_tokens=3, cost=[1.0] * 8).plan(4).tolist() == [1, 1, 1, 0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_neither_learning_nor_planning_waits_for_the_device():
+    acceptance, cost, most = random_case(2)
+    on_host, on_device = (
+        [torch.tensor(each, device=device) for each in (acceptance, cost, most)] for device in ("cpu", "cuda")
+    )
+    planners = [DraftPlanner(num_draft_tokens=3, cost=torch.tensor(COST, device=device)) for device in ("cpu", "cuda")]
+    outputs = []
+    for device in ("cpu", "cuda"):
+        drafts = torch.tensor([[0, 0, 1], [0, -1, -1]], device=device)
+        outputs.append(RejectionSampler("strict")(torch.zeros(2, 4, 5, device=device), drafts, temperature=0.0))
+    torch.cuda.synchronize()
+    with synchronising_raises():
+        lengths = specdecode.plan(*on_device)
+        planners[1].update(outputs[1])
+        learned = planners[1].plan(4, budget=6)
+    assert lengths.tolist() == specdecode.plan(*on_host).tolist()
+    planners[0].update(outputs[0])
+    assert learned.tolist() == planners[0].plan(4, budget=6).tolist()
+    graph, learned = captured(lambda: (planners[1].update(outputs[1]), planners[1].plan(4, budget=6))[1])
+    graph.replay()
+    planners[0].update(outputs[0])
+    assert learned.tolist() == planners[0].plan(4, budget=6).tolist()
+    assert planners[1].acceptance.tolist() == planners[0].acceptance.tolist()
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
