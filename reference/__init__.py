@@ -15,10 +15,11 @@ Each module is a page: an algorithm on probabilities, the proof that it is exact
 is short for if and only if.) Read them in this order: [`greedy`][reference.greedy],
 [`probabilistic`][reference.probabilistic], [`selection`][reference.selection] (how a token is drawn),
 [`strict`][reference.strict], [`block`][reference.block], [`tree`][reference.tree] (several candidates for each position),
-[`truncation`][reference.truncation] (top-k, top-p and min-p), [`adjustments`][reference.adjustments] (biases, penalties and
-masks), [`synthetic`][reference.synthetic], [`philox`][reference.philox] (the random numbers). Each method has a function
-`verify`; `tree` has one function for each rule. In `greedy` and `strict` it returns the emitted tokens. In the others it
-returns the number of accepted drafts and the distribution of the token after them, which `selection` draws.
+[`planning`][reference.planning] (how many drafts), [`truncation`][reference.truncation] (top-k, top-p and min-p),
+[`adjustments`][reference.adjustments] (biases, penalties and masks), [`synthetic`][reference.synthetic],
+[`philox`][reference.philox] (the random numbers). Each method has a function `verify`; `tree` has one function for each
+rule. In `greedy` and `strict` it returns the emitted tokens. In the others it returns the number of accepted drafts and the
+distribution of the token after them, which `selection` draws.
 
 [`oracle`][reference.oracle] puts them together: logits and seeds instead of probabilities and random numbers, with every
 option; [`sampling`][reference.sampling] has what concerns a single row of logits. The tests require that the package returns

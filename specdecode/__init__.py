@@ -11,6 +11,7 @@ if typing.TYPE_CHECKING:
     from specdecode.batch import SamplerOutput, Sampling, TreeOutput
     from specdecode.drafting import DraftOutput, sample
     from specdecode.metrics import AcceptanceStats
+    from specdecode.planning import DraftPlanner, plan
     from specdecode.sampler import RejectionSampler
     from specdecode.sharding import VocabShard
     from specdecode.synthetic import AcceptanceSchedule
@@ -20,11 +21,13 @@ __all__ = [
     "AcceptanceStats",
     "Adjustments",
     "DraftOutput",
+    "DraftPlanner",
     "RejectionSampler",
     "SamplerOutput",
     "Sampling",
     "TreeOutput",
     "VocabShard",
+    "plan",
     "sample",
 ]
 __version__ = "0.1.0"
@@ -34,11 +37,13 @@ _MODULES = {
     "AcceptanceStats": "metrics",
     "Adjustments": "adjustments",
     "DraftOutput": "drafting",
+    "DraftPlanner": "planning",
     "RejectionSampler": "sampler",
     "SamplerOutput": "batch",
     "Sampling": "batch",
     "TreeOutput": "batch",
     "VocabShard": "sharding",
+    "plan": "planning",
     "sample": "drafting",
 }
 

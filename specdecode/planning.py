@@ -1,0 +1,200 @@
+"""How many drafts to verify: the lengths that maximise expected tokens per unit of time, from acceptance known in advance.
+
+A draft may be left out by anything known before it is drawn, never because of what it is: `reference.planning` has the proof
+and counter-examples.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdecode.arguments import INTEGERS, MOST_DRAFT_TOKENS, check_count, check_type, check_values, on_host, shown
+from specdecode.batch import SamplerOutput
+
+FLOATS = (torch.float32, torch.float64)
+
+
+class DraftPlanner:
+    """Learn how often drafts are accepted at each position, and plan the lengths of the next step.
+
+    The plan comes from past steps alone, so the output stays exact with every method. Neither `update` nor `plan` waits for
+    the device, and both can be captured in a CUDA graph once the planner is on it.
+
+    The rate of position i is the number of drafts accepted there divided by the number judged there, drafts whose
+    predecessors were accepted. All counts are multiplied by `decay` in each step, so that old steps are forgotten. One
+    accepted draft is added to each position: without data a position counts as always accepted, so that long drafts are
+    tried at first, and again some time after the last one.
+
+    Args:
+        num_draft_tokens: K, the most draft tokens of a request, at least 1.
+        cost: cost[t] > 0 is the time of a target call of t tokens (one per request and one per draft), in any unit: numbers,
+            or a float tensor. No planned call has more than len(cost) - 1 tokens. cost[0] is not used. Counts and plans are
+            on the device of a tensor; with numbers on the CPU, and from the first update on where its output is.
+        decay: the weight of a step relative to the next one, above 0 and at most 1.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: an argument of the wrong shape or value.
+
+    Example:
+        Calls of up to 8 tokens take 10 units, each further token 5 more. Only the first draft is ever accepted.
+
+        >>> import torch
+        >>> from specdecode import DraftPlanner, RejectionSampler
+        >>> planner = DraftPlanner(num_draft_tokens=3, cost=[10] * 9 + [15, 20, 25])
+        >>> planner.plan(2)
+        tensor([3, 3])
+        >>> target_logits = torch.zeros(2, 4, 5)
+        >>> target_logits[:, :, 3] = 1.0
+        >>> output = RejectionSampler("strict")(target_logits, torch.tensor([[3, 4, 4], [3, 4, 4]]), temperature=0.0)
+        >>> for _ in range(50):
+        ...     planner.update(output)
+        >>> planner.acceptance.round(decimals=2).tolist()
+        [1.0, 0.01, 1.0]
+        >>> planner.plan(5)
+        tensor([1, 1, 1, 0, 0])
+    """
+
+    def __init__(self, num_draft_tokens: int, cost: Sequence[float] | Tensor, *, decay: float = 0.99) -> None:
+        self.num_draft_tokens = check_count("num_draft_tokens", num_draft_tokens, MOST_DRAFT_TOKENS)
+        if not isinstance(decay, int | float):
+            raise TypeError(f"decay: expected a number, got {shown(decay)} ({type(decay).__name__})")
+        if not 0 < decay <= 1:
+            raise ValueError(f"decay: expected a number above 0 and at most 1, got {shown(decay)}")
+        self.decay = decay
+        self._cost = _check_cost(cost)
+        self._counts = torch.zeros(2, self.num_draft_tokens, dtype=torch.float64, device=self._cost.device)
+        self._has_device = isinstance(cost, Tensor)
+
+    def update(self, output: SamplerOutput) -> None:
+        """Count one verification step, without synchronising.
+
+        Args:
+            output: the result of a verification of at most `num_draft_tokens` draft tokens per request.
+
+        Raises:
+            TypeError: `output` is not a SamplerOutput.
+            ValueError: `output` holds more draft tokens than `num_draft_tokens`, or is on another device.
+        """
+        if not isinstance(output, SamplerOutput):
+            raise TypeError(f"output: expected a SamplerOutput, got {type(output).__name__}")
+        width, most = output.token_ids.shape[1] - 1, self.num_draft_tokens
+        if width > most:
+            raise ValueError(f"output: expected at most num_draft_tokens = {most} drafts per request, got {width}")
+        device = output.num_accepted.device
+        if not self._has_device:
+            self._cost, self._counts = self._cost.to(device), self._counts.to(device)
+            self._has_device = True
+        if device != self._counts.device:
+            raise ValueError(f"output: expected on {self._counts.device}, where the planner is, got {device}")
+        positions = torch.arange(self.num_draft_tokens, device=device)
+        accepted, drafted = output.num_accepted[:, None], output.num_draft_tokens[:, None]
+        is_accepted = accepted > positions
+        is_judged = (accepted >= positions) & (drafted > positions)
+        self._counts.mul_(self.decay).add_(torch.stack((is_accepted.sum(0), is_judged.sum(0))))
+
+    @property
+    def acceptance(self) -> Tensor:
+        """[num_draft_tokens] float64: the learned conditional acceptance by position, on the planner's device."""
+        accepted, judged = self._counts
+        rates: Tensor = (accepted + 1) / (judged + 1)
+        return rates
+
+    def plan(self, num_requests: int, budget: int | None = None) -> Tensor:
+        """Return the lengths for the next step, [num_requests] int64, without synchronising.
+
+        All requests have the same learned rates, so lengths differ by at most 1, the longer ones first. With rates for each
+        request use [`specdecode.plan`][specdecode.plan].
+
+        Args:
+            num_requests: the number of requests, at least 1 and at most len(cost) - 1.
+            budget: the most drafts of all requests together, chosen before this step's drafts are drawn. None: no limit.
+
+        Raises:
+            TypeError: an argument is not an int.
+            ValueError: an argument is too small or too large.
+        """
+        check_count("num_requests", num_requests, len(self._cost) - 1)
+        most = len(self._cost) if budget is None else check_count("budget", budget, least=0)
+        joint_rates = self.acceptance.cumprod(0).expand(num_requests, -1)
+        return _plan(joint_rates, self._cost[: num_requests + 1 + most])
+
+
+def plan(acceptance: Tensor, cost: Sequence[float] | Tensor, most: Tensor | None = None) -> Tensor:
+    """Return the lengths that maximise (expected tokens) / cost, [num_requests] int64; of equal plans the shortest.
+
+    `acceptance` must be known before the drafts are drawn. Confidences of this step's drafts, passed here, would let a draft
+    decide whether it is verified, and change the distribution with `probabilistic` and `block`. With a tensor for `cost`
+    nothing waits for the device.
+
+    Args:
+        acceptance: [num_requests, num_draft_tokens] float32 or float64, the probability that a draft is accepted if those
+            before it are.
+        cost: cost[t] > 0 is the time of a target call of t tokens (one per request and one per draft), in any unit: numbers,
+            or a float tensor on the device of `acceptance`. No planned call has more than len(cost) - 1 tokens.
+        most: [num_requests] int32 or int64, the most drafts of each request. None: num_draft_tokens.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong shape, device or value. Values on a CUDA device are not checked.
+
+    Example:
+        >>> import torch
+        >>> from specdecode import plan
+        >>> acceptance = torch.tensor([[0.9, 0.5], [0.5, 0.8]])
+        >>> plan(acceptance, cost=[8, 9, 10, 11, 12, 13, 14])
+        tensor([2, 2])
+        >>> plan(acceptance, cost=[8, 9, 10, 11, 12, 26, 28])  # a fifth token makes the call slow
+        tensor([1, 1])
+    """
+    check_type("acceptance", acceptance, FLOATS)
+    if acceptance.ndim != 2 or 0 in acceptance.shape:
+        raise ValueError(f"acceptance: expected shape [num_requests, num_draft_tokens], got {list(acceptance.shape)}")
+    if on_host(acceptance):
+        check_values("acceptance", acceptance, (acceptance >= 0) & (acceptance <= 1), "values in [0, 1]")
+    device = acceptance.device
+    costs = _check_cost(cost)
+    if isinstance(cost, Tensor) and cost.device != device:
+        raise ValueError(f"cost: expected on {device}, where acceptance is, got {cost.device}")
+    if len(costs) <= len(acceptance):
+        raise ValueError(f"cost: expected more than num_requests = {len(acceptance)} values, got {len(costs)}")
+    if most is not None:
+        check_type("most", most, INTEGERS)
+        if most.shape != acceptance.shape[:1] or most.device != device:
+            got = f"{list(most.shape)} on {most.device}"
+            raise ValueError(f"most: expected shape [{len(acceptance)}] on {device}, got {got}")
+    joint_rates = acceptance.double().cumprod(1)
+    if most is not None:
+        joint_rates.masked_fill_(torch.arange(joint_rates.shape[1], device=device) >= most[:, None], -torch.inf)
+    return _plan(joint_rates, costs.to(device))
+
+
+def _plan(joint_rates: Tensor, cost: Tensor) -> Tensor:
+    """Return the lengths for joint rates [num_requests, num_draft_tokens], -inf where there is no draft."""
+    num_requests = len(joint_rates)
+    by_offset = joint_rates.T.flatten()  # a stable sort keeps the earlier offset first
+    largest, drafts = by_offset.sort(descending=True, stable=True)
+    largest = largest[: len(cost) - 1 - num_requests]
+    tokens = num_requests + torch.cat((largest.new_zeros(1), largest.cumsum(0)))
+    num_drafts = (tokens / cost[num_requests : num_requests + len(tokens)]).argmax()
+    is_verified = torch.arange(len(drafts), device=drafts.device) < num_drafts
+    return torch.zeros_like(drafts[:num_requests]).scatter_add(0, drafts % num_requests, is_verified.long())
+
+
+def _check_cost(cost: Sequence[float] | Tensor) -> Tensor:
+    """Return the costs as [tokens + 1] float64."""
+    if isinstance(cost, Tensor):
+        check_type("cost", cost, FLOATS)
+        costs = cost.detach().to(torch.float64, copy=True)
+    else:
+        try:
+            costs = torch.tensor([float(each) for each in cost], dtype=torch.float64)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"cost: expected numbers or a tensor, got {shown(cost)}") from error
+    if costs.ndim != 1 or len(costs) < 2:
+        raise ValueError(f"cost: expected shape [tokens + 1] with at least 2 values, got {list(costs.shape)}")
+    if on_host(costs):
+        is_unused = torch.arange(len(costs)) == 0  # there is no call of 0 tokens
+        check_values("cost", costs, is_unused | (costs.isfinite() & (costs > 0)), "finite values above 0")
+    return costs
