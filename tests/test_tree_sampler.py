@@ -291,9 +291,9 @@ def test_wrong_arguments_are_named(message):
 
 @pytest.mark.parametrize("backend", BACKENDS[:2])  # penalties need rounds
 def test_a_chain_is_verified_as_a_chain_its_drafts_counted(monkeypatch, backend):
-    requests, vocab, generator = 60, 5, torch.Generator().manual_seed(0)
+    requests, vocab, generator = 24, 5, torch.Generator().manual_seed(0)
     rows = torch.randn(requests, DEPTH + 1, vocab, generator=generator).to(DEVICE)
-    rows[..., :2] += 2
+    rows[..., :2] += 4
     drafts = torch.randint(0, 2, (requests, DEPTH), generator=generator).to(DEVICE)  # many of them equal
     options = {"temperature": torch.rand(requests, generator=generator).round(decimals=1).to(DEVICE), "seeds": 5}
     penalties = Adjustments(repetition_penalty=0.4, frequency_penalty=-1.5, presence_penalty=0.7)
@@ -315,9 +315,10 @@ def test_other_sizes_and_layouts(monkeypatch, backend):
     rows = torch.zeros(2, 301, 12, device=DEVICE)[:, :300, :7]
     rows[:, :, 3] = 40.0
     ids = torch.full((2, 300), 3, device=DEVICE, dtype=torch.int32)
-    output = sampler.tree(rows, ids, chain, max_depth=40, adjustments=Adjustments(presence_penalty=0.5))
-    assert output.num_accepted.tolist() == output.num_draft_tokens.tolist() == [40, 40]
-    assert output.nodes[0].tolist() == list(range(1, 41))
+    depth = 40 if ON_GPU or backend == "eager" else 9
+    output = sampler.tree(rows, ids, chain, max_depth=depth, adjustments=Adjustments(presence_penalty=0.5))
+    assert output.num_accepted.tolist() == output.num_draft_tokens.tolist() == [depth, depth]
+    assert output.nodes[0].tolist() == list(range(1, depth + 1))
     assert sampler.tree(rows, ids, chain, max_depth=0, seeds=3).token_ids.tolist() == [[3], [3]]
     output = sampler.tree(rows[:, :1], ids[:, :1], chain[:1], max_depth=5)
     assert output.token_ids.tolist() == [[3, -1, -1, -1, -1, -1]] * 2
