@@ -238,17 +238,17 @@ def check_verification(
     truncation = check_truncation(Sampling(temperature, top_k, top_p, min_p), sizes, sizes["vocab"])
     draft_temperature, draft_truncation = None, None if draft_logits is None else truncation
     if draft_sampling is not None:
-        check_needs("draft_sampling", "draft_logits", draft_logits)
+        check_needs("draft_sampling", draft_logits)
         draft_temperature = check_number("temperature", draft_sampling.temperature, sizes, "draft_sampling.")
         draft_truncation = check_truncation(draft_sampling, sizes, draft_vocab, "draft_sampling.")
     elif truncation is not None and draft_vocab < sizes["vocab"]:  # top_k may keep all tokens of the draft's vocabulary
         draft_truncation = check_truncation(Sampling(temperature, top_k, top_p, min_p), sizes, draft_vocab)
     if draft_logsumexp is not None:
-        check_needs("draft_logsumexp", "draft_logits", draft_logits)
+        check_needs("draft_logsumexp", draft_logits)
         if draft_truncation is not None and draft_cutoff is None:
             raise ValueError("draft_cutoff: needed beside draft_logsumexp, because drafts came from truncated rows")
     if draft_cutoff is not None:
-        check_needs("draft_cutoff", "draft_logsumexp", draft_logsumexp)
+        check_needs("draft_cutoff", draft_logsumexp)
         if draft_truncation is None:
             raise ValueError("draft_cutoff: given, but the drafts were drawn without top_k, top_p and min_p")
     if logprobs is not None:
@@ -423,7 +423,7 @@ def check_num_rows(rows: int, draft_token_ids: Tensor, draft_logits: Tensor | No
 def check_draft_token_ids(draft_token_ids: Tensor, is_ignored: Tensor, vocab: int) -> None:
     """Raise on an id outside the vocabulary that is not ignored."""
     valid = ((draft_token_ids >= 0) & (draft_token_ids < vocab)) | is_ignored
-    check_values("draft_token_ids", draft_token_ids, valid, f"ids in [0, {vocab}), or -1 for no draft")
+    check_values("draft_token_ids", draft_token_ids, valid, ARGUMENTS["draft_token_ids"].expected.format(vocab=vocab))
 
 
 def check_packed(
@@ -534,7 +534,7 @@ def check_slots(slots: Tensor | None, row_starts: Tensor, of: str | None, num_sl
         slots = torch.arange(len(has_rows), device=has_rows.device)
     else:
         valid = ((slots >= 0) & (slots < num_slots)) | ~has_rows
-        check_values("slots", slots, valid, f"numbers in [0, {num_slots}), the number of slots in {of}")
+        check_values("slots", slots, valid, f"{ARGUMENTS['slots'].expected.format(slot=num_slots)} in {of}")
     is_used = torch.zeros(num_slots, dtype=torch.bool, device=has_rows.device)
     is_used[slots[has_rows].long()] = True
     return {"slot": is_used, "request": has_rows}
@@ -614,7 +614,7 @@ def check_draft_rows(
 def check_draft_vocab_ids(draft_vocab_ids: Tensor, draft_logits: Tensor | None, sizes: Sizes) -> int:
     """Raise unless they are distinct ids of the target's tokens, one for each of draft_logits; return their number."""
     name, vocab = "draft_vocab_ids", sizes["vocab"]
-    check_needs(name, "draft_logits", draft_logits)
+    check_needs(name, draft_logits)
     check_type("draft_logits", draft_logits, FLOATS)
     assert draft_logits is not None
     size = draft_logits.shape[-1] if draft_logits.ndim > 0 else 0
@@ -639,7 +639,7 @@ def check_adjustments(adjustments: Adjustments, sizes: Sizes) -> Adjustments | N
     bias_ids, bias = adjustments.bias_ids, adjustments.bias
     for name, tensor, other in (("bias_ids", bias_ids, bias), ("bias", bias, bias_ids)):
         if tensor is not None:
-            check_needs(prefix + name, prefix + str(ARGUMENTS[name].needs), other)
+            check_needs(name, other, prefix)
     if bias_ids is not None:
         check_type("adjustments.bias_ids", bias_ids, INTEGERS)
         sizes["bias"] = bias_ids.shape[1] if bias_ids.ndim == 2 else 0
@@ -651,7 +651,13 @@ def check_adjustments(adjustments: Adjustments, sizes: Sizes) -> Adjustments | N
             raise ValueError(f"{prefix}{name}: expected a stride of 1 in the last dimension, got {rows.stride(-1)}")
     if bias is not None and bias_ids is not None:
         if on_host(bias):
-            check_values("adjustments.bias", bias, ~bias.isnan() | (bias_ids < 0), "numbers", sizes.used.get("slot"))
+            check_values(
+                "adjustments.bias",
+                bias,
+                ~bias.isnan() | (bias_ids < 0),
+                ARGUMENTS["bias"].expected,
+                sizes.used.get("slot"),
+            )
         if sizes["bias"] == 0:
             bias_ids = bias = None
     if all(penalty is None for penalty in penalties):
@@ -717,10 +723,11 @@ def check_logits(
 # Types, shapes, values
 
 
-def check_needs(name: str, needed: str, value: object) -> None:
-    """Raise unless the argument that `name` needs beside it was given."""
-    if value is None:
-        raise ValueError(f"{name}: given without the {needed} that it belongs to")
+def check_needs(name: str, needed: object, prefix: str = "") -> None:
+    """Raise unless the argument that `name` needs beside it, by `ARGUMENTS`, was given."""
+    if needed is None:
+        other = ARGUMENTS[name].needs if name in ARGUMENTS else "draft_logits"  # draft_sampling is a bundle
+        raise ValueError(f"{prefix}{name}: given without the {prefix}{other} that it belongs to")
 
 
 def check_bundle(name: str, value: object, kind: type) -> None:
