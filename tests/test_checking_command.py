@@ -199,7 +199,9 @@ def test_the_action_checks_a_verifier(verifier, status, page_files, file, tmp_pa
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment["PYTHONPATH"] = str(ROOT)  # in place of the installation
     command = ["bash", "-e", "-c", step["run"]]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == status, done.stderr
     assert f"{verifier}: {'WRONG' if status else 'right'}" in done.stdout
     assert ElementTree.parse(tmp_path / inputs["junit"]).getroot().get("failures") != "0" or status == 0

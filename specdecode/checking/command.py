@@ -34,7 +34,9 @@ def add_options(command: ArgumentParser) -> None:
     command.add_argument("--seed", type=int, default=0, help="of the checker's random numbers (default %(default)s)")
     command.add_argument("--only", metavar="NAME", help="ask one question alone, a name of the report's")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
-    command.add_argument("--junit", type=Path, metavar="FILE", help="also write the report to FILE as JUnit XML, for CI")
+    command.add_argument(
+        "--junit", type=Path, metavar="FILE", help="also write the report to FILE as JUnit XML, for CI"
+    )
     command.add_argument(
         "--progress", action="store_true", default=None, help="show progress, also if standard error is no terminal"
     )
