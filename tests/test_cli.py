@@ -484,9 +484,13 @@ def test_the_demo_says_first_what_happens_and_last_what_to_try_which_runs(capsys
 
 
 def test_the_calls_of_the_target_are_those_of_the_mean_step():
-    table = comparison.savings_table({"block": 1.0}, num_draft_tokens=3)
-    rows = list(zip(*(column.cells for column in table.columns)))
-    assert rows == [("plain decoding", "", "1,000"), ("block", "1.00", "500")]
+    def rows(speeds):
+        table = comparison.savings_table({"block": 1.0, "tree": 3.0}, 3, speeds)
+        return list(zip(*(column.cells for column in table.columns)))
+
+    assert rows({}) == [("plain decoding", "", "1,000"), ("block", "1.00", "500"), ("tree", "3.00", "250")]
+    timed = rows({"plain decoding": 1234.5, "tree": 3000})
+    assert [row[3] for row in timed] == ["1,234", "", "3,000"]
 
 
 def test_the_demo_counts_only_steps_that_were_allowed_all_drafts():
