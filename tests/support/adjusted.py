@@ -119,14 +119,14 @@ def of_request(adjustments: Adjustments, index: int, vocab: int) -> OfRequest:
 
 
 def biases(adjustments: Adjustments, index: int) -> Iterator[tuple[int, float]]:
-    """Each token's bias; the biases of equal ids are summed in float32."""
+    """Each token's bias, the sum over equal ids."""
     if adjustments.bias_ids is None or adjustments.bias is None:
         return
-    sums: dict[int, Tensor] = {}
+    sums: dict[int, float] = {}
     for token, bias in zip(adjustments.bias_ids[index].tolist(), adjustments.bias[index].float().cpu()):
         if token >= 0:
-            sums[token] = sums.get(token, torch.tensor(0.0)) + bias
-    yield from ((token, float(bias)) for token, bias in sums.items())
+            sums[token] = sums.get(token, 0.0) + float(bias)
+    yield from sums.items()
 
 
 def adjusted_rows(batch: Case, adjustments: Adjustments, drafts: Tensor) -> Tensor:
