@@ -111,8 +111,8 @@ def log_critical_ratio(log_uniform: float, target_probs, draft_probs) -> float:
     return float(np.log(((u + (1 - u) * draft_sums) / (u + (1 - u) * target_sums)).min()))
 
 
-class Step:
-    """One request's step: its drafts, its rows by offset, its noise, and the smallest margin of what was decided so far."""
+class Request:
+    """One request of a step: its drafts, its rows by offset, its noise, and the smallest margin of its decisions so far."""
 
     def __init__(
         self, target_logits, draft_token_ids, draft_logits, sampling: Sampling, draft_sampling: Sampling, seed, position
@@ -125,7 +125,7 @@ class Step:
         self.margin = np.inf
 
     def decide(self, choice: Choice) -> int:
-        """Lower the step's margin to the decision's if that is smaller, and return the decision."""
+        """Return the decision, and lower the request's margin to its margin if that is smaller."""
         self.margin = min(self.margin, choice.margin)
         return choice.index
 
@@ -186,32 +186,35 @@ def adjusted_rows(target_logits, drafts, adjustments: Adjustments) -> list:
         return [adjust(row, drafts[:i], adjustments, i) for i, row in enumerate(rows)]
 
 
-def verify_greedy(step: Step) -> list[int]:
+def verify_greedy(request: Request) -> list[int]:
     """Return the tokens of greedy verification. Comparisons of logits do not round: the margin stays infinite."""
-    return greedy.verify(map(without_nan, step.target_logits), step.drafts)
+    return greedy.verify(map(without_nan, request.target_logits), request.drafts)
 
 
-def verify_strict(step: Step) -> list[int]:
+def verify_strict(request: Request) -> list[int]:
     """Return the tokens of strict verification."""
-    offsets = range(len(step.drafts) + 1)
-    return greedy.compare((step.draw(offset, step.target(offset)) for offset in offsets), step.drafts)
+    offsets = range(len(request.drafts) + 1)
+    return greedy.compare((request.draw(offset, request.target(offset)) for offset in offsets), request.drafts)
 
 
-def verify_probabilistic(step: Step) -> list[int]:
+def verify_probabilistic(request: Request) -> list[int]:
     """Return the tokens of probabilistic verification."""
-    for offset, token in enumerate(step.drafts):
-        target, draft = step.target(offset), step.draft(offset)
-        if not step.decide(accepts(step.log_uniform(offset), target[token], draft[token])):
-            return step.emit(offset, log(probabilistic.residual(np.exp(target), np.exp(draft))))
-    return step.emit(len(step.drafts), step.target(len(step.drafts)))
+    for offset, token in enumerate(request.drafts):
+        target, draft = request.target(offset), request.draft(offset)
+        if not request.decide(accepts(request.log_uniform(offset), target[token], draft[token])):
+            return request.emit(offset, log(probabilistic.residual(np.exp(target), np.exp(draft))))
+    return request.emit(len(request.drafts), request.target(len(request.drafts)))
 
 
-def verify_block(step: Step) -> list[int]:
+def verify_block(request: Request) -> list[int]:
     """Return the tokens of block verification."""
-    length = len(step.drafts)
-    rows, last_row = [(step.target(offset), step.draft(offset)) for offset in range(length)], step.target(length)
+    length = len(request.drafts)
+    rows, last_row = (
+        [(request.target(offset), request.draft(offset)) for offset in range(length)],
+        request.target(length),
+    )
     log_ratios = [0.0]
-    for token, (target, draft) in zip(step.drafts, rows):
+    for token, (target, draft) in zip(request.drafts, rows):
         if target[token] == -np.inf or draft[token] == -np.inf:
             break  # the running ratio is 0 from here on: neither this draft nor a later one can be accepted
         log_ratios.append(min(0.0, log_ratios[-1]) + target[token] - draft[token])
@@ -220,26 +223,26 @@ def verify_block(step: Step) -> list[int]:
     accepted = 0
     for i in range(len(log_ratios) - 1, 0, -1):
         next_row = probs[i] if i < length else None
-        if step.decide(accepts_block(step.log_uniform(i - 1, index=i - 1), log_ratios[i], next_row)):
+        if request.decide(accepts_block(request.log_uniform(i - 1, index=i - 1), log_ratios[i], next_row)):
             accepted = i
             break
     if accepted == length:
-        return step.emit(length, last_row)
+        return request.emit(length, last_row)
     ratio = np.exp(min(0.0, log_ratios[accepted]))
-    return step.emit(accepted, log(block.residual(ratio, *probs[accepted])))
+    return request.emit(accepted, log(block.residual(ratio, *probs[accepted])))
 
 
-def verify_synthetic(step: Step, conditional_rates) -> list[int]:
+def verify_synthetic(request: Request, conditional_rates) -> list[int]:
     """Return the tokens of synthetic verification."""
     offset = 0
-    while offset < len(step.drafts):
-        if not step.decide(accepts(step.log_uniform(offset), log(conditional_rates[offset]), 0.0)):
+    while offset < len(request.drafts):
+        if not request.decide(accepts(request.log_uniform(offset), log(conditional_rates[offset]), 0.0)):
             break
         offset += 1
-    target = step.target(offset)
-    if offset == len(step.drafts) or step.draft_logits is None or step.sampling.temperature == 0:
-        return step.emit(offset, target)
-    return step.emit(offset, log(probabilistic.residual(np.exp(target), np.exp(step.draft(offset)))))
+    target = request.target(offset)
+    if offset == len(request.drafts) or request.draft_logits is None or request.sampling.temperature == 0:
+        return request.emit(offset, target)
+    return request.emit(offset, log(probabilistic.residual(np.exp(target), np.exp(request.draft(offset)))))
 
 
 def verify(
@@ -288,16 +291,18 @@ def verify(
     if adjustments is not None:
         drafts = leading_drafts(draft_token_ids, len(target_logits[0]))
         target_logits = adjusted_rows(target_logits, drafts, adjustments)
-    step = Step(target_logits, draft_token_ids, draft_logits, sampling, draft_sampling or sampling, seed, position)
+    request = Request(
+        target_logits, draft_token_ids, draft_logits, sampling, draft_sampling or sampling, seed, position
+    )
     if method == "synthetic":
-        token_ids = verify_synthetic(step, conditional_rates)
+        token_ids = verify_synthetic(request, conditional_rates)
     elif temperature == 0:
-        token_ids = verify_greedy(step)
+        token_ids = verify_greedy(request)
     else:
         verifiers = {"strict": verify_strict, "probabilistic": verify_probabilistic, "block": verify_block}
-        token_ids = verifiers[method](step)
+        token_ids = verifiers[method](request)
     invalid = any(is_invalid(row) for row in target_logits[: len(token_ids)])
-    return Outcome(token_ids, step.margin, invalid)
+    return Outcome(token_ids, request.margin, invalid)
 
 
 class TreeOutcome(NamedTuple):
@@ -394,17 +399,17 @@ def verify_tree(
     if adjustments is not None:
         for path in paths:
             rows[path[-1]] = adjusted_path(target_logits, token_ids, path[1:], adjustments)[-1]
-    step = Step(rows, [], None, sampling, sampling, seed, position)
+    request = Request(rows, [], None, sampling, sampling, seed, position)
 
     def sample(node: int, depth: int) -> int:
         if temperature == 0:
             return greedy.argmax(without_nan(rows[node]))
-        return step.draw(depth, step.target(node))
+        return request.draw(depth, request.target(node))
 
     nodes, emitted = tree.walk(sample, token_ids, parents, max_depth)
     depth = min(max_depth, len(paths[-1]) - 1)
     invalid = any(is_invalid(rows[node]) for node in (0, *nodes))
-    return TreeOutcome(emitted, nodes, depth, step.margin, invalid)
+    return TreeOutcome(emitted, nodes, depth, request.margin, invalid)
 
 
 class Siblings(NamedTuple):

@@ -243,7 +243,7 @@ class VerificationBatch(NamedTuple):
         return self.truncation is not None or drafts_differ
 
     @property
-    def reports(self) -> bool:
+    def has_lists(self) -> bool:
         """Whether lists of likely tokens or kept sets are asked for."""
         return self.top_logprobs > 0 or self.kept_sets
 

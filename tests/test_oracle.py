@@ -99,9 +99,11 @@ def test_strict_compares_with_samples_by_one_gumbel_max_where_there_is_one_block
 
 MUTANTS = [
     Mutant("index of the accept number", oracle.verify_block, "index=i - 1", "index=i", check_methods),
-    Mutant("position of the accept number", oracle.Step.log_uniform, "self.position + offset", "self.position + offset + 1",
+    Mutant("position of the accept number", oracle.Request.log_uniform, "self.position + offset",
+           "self.position + offset + 1",
            check_methods),
-    Mutant("position of the token", oracle.Step.draw, "self.position + offset", "self.position + offset + 1", check_methods),
+    Mutant("position of the token", oracle.Request.draw, "self.position + offset", "self.position + offset + 1",
+           check_methods),
 ]  # fmt: skip
 
 

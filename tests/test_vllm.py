@@ -13,7 +13,7 @@ from scipy.stats import chisquare
 
 from specdecode import Adjustments, RejectionSampler, Sampling, backends, sample
 from specdecode.batch import VerificationBatch
-from specdecode.integrations.vllm.steps import Step
+from specdecode.integrations.vllm.steps import StepInputs
 from tests.support import distributions
 from tests.support.vllm import (
     METHODS,
@@ -167,7 +167,10 @@ def test_a_drawn_draft_that_vllm_leaves_out_keeps_its_id_if_a_mask_forbids_it():
     mask = torch.full((len(fed), 2), -1, dtype=torch.int32)
     mask[row, token // 32] &= ~(1 << token % 32)
     case["logits"][0, int(fed[1])] = -torch.inf  # a grammar's mask that has been applied
-    step, sampling = Step(draft_logits=torch.randn(64, 4, 50), **case), {"adjustments": Adjustments(allowed_mask=mask)}
+    step, sampling = (
+        StepInputs(draft_logits=torch.randn(64, 4, 50), **case),
+        {"adjustments": Adjustments(allowed_mask=mask)},
+    )
     call = rejection_sampler("block", sampling_states(64, 50), 4).as_call(step, sampling)
     assert call["draft_token_ids"].tolist() == [int(fed[i + 1]) if i in (0, row) else -1 for i in range(len(fed) - 1)]
 

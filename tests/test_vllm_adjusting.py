@@ -15,7 +15,7 @@ from reference.adjustments import adjust
 from specdecode import Adjustments
 from specdecode.integrations.vllm.adjusting import known_processors
 from specdecode.integrations.vllm.sampling import ADJUSTS, MASKS, PROCESSORS, few_with_processors
-from specdecode.integrations.vllm.steps import Step
+from specdecode.integrations.vllm.steps import StepInputs
 from tests.support.differential import like_a_device
 from tests.support.vllm import (
     LEFT,
@@ -230,7 +230,7 @@ def test_a_step_is_not_split_where_the_host_does_not_know_its_rows():
 def test_a_step_is_not_split_if_more_than_a_quarter_of_its_requests_need_a_copy():
     case, _, _ = ragged_case(seed=6)
     sampler = Sampler()
-    step, starts = Step(draft_logits=None, **case), case["cu_num_logits"].numpy()
+    step, starts = StepInputs(draft_logits=None, **case), case["cu_num_logits"].numpy()
     for count, slot in enumerate(case["idx_mapping_np"][:12], start=1):
         sampler.add_request(slot, Namespace(custom=True))
         few = few_with_processors(step, sampler.needs[case["idx_mapping_np"]], starts)

@@ -53,7 +53,7 @@ def test_steps_that_need_more_go_vllms_own_way_and_are_counted(method, reason, c
     case, _, _ = ragged_case()
     result, draft_logits = rejection_sampler(method, sampling_states(64, 50), 4), torch.randn(64, 4, 50)
     (PROCESSED | OTHER_RULES)[reason](result, case["idx_mapping_np"][7])
-    result.report = Mock()
+    result.metrics = Mock()
     for _ in range(3):
         result.listed = "of the step before"
         assert result._verify(draft_logits=draft_logits, **case) is LEFT
@@ -63,7 +63,7 @@ def test_steps_that_need_more_go_vllms_own_way_and_are_counted(method, reason, c
     assert all(got is value for got, value in zip(result.left, given))
     ((counted, steps),) = result.fallbacks.items()
     assert counted.startswith(reason)
-    assert steps == result.report.tick.call_count == 3
+    assert steps == result.metrics.tick.call_count == 3
     assert len(caplog.records) == 1
     assert reason in caplog.text
     for _ in range(98):

@@ -82,15 +82,15 @@ LAUNCHES = [
     ),
     ("sample, draft", {0: ("read", "the row"), 4: ("emit", "one token")}),
 ]
-"""Of each kind of step: its launches by column, each with what it does."""
+"""The kinds of steps; for each, the name and the task of its launches, by column."""
 
 
 def launches_figure() -> str:
-    """Draw the launches of each kind of step, and what one leaves for the next."""
+    """Draw the launches of each kind of step, and their results for the next launch."""
     left, pitch, width, height = 1, 73, 64, 40
-    parts = [text(left + width / 2, 14, "read", "tick"), text(left + pitch * 2 + width / 2, 14, "settle", "tick")]
+    parts = [text(left + width / 2, 14, "read", "tick"), text(left + pitch * 2 + width / 2, 14, "decide", "tick")]
     parts.append(text(left + pitch * 4 + width / 2, 14, "emit", "tick"))
-    passed = ["statistics", "stops, statistics", "", "statistics"]
+    passed = ["statistics", "rejections, statistics", "", "statistics"]
     for row, (title, launches) in enumerate(LAUNCHES):
         y = 40 + row * 74
         parts.append(text(left, y - 8, title, "label", "start"))
@@ -112,35 +112,35 @@ def launches_figure() -> str:
         40 + len(LAUNCHES) * 74 - 26,
         "The launches of a step",
         "A launch that reads leaves statistics for a launch that emits. In a large batch the first one decides too, and "
-        "leaves where each request stops. Block verification has three launches between them: one computes ratios, one "
+        "publishes the first rejected row of each request. Block verification has three launches between them: one computes ratios, one "
         "decides about most drafts, one sums the residuals that decide about the rest.",
     )
 
 
 @dataclass
 class Schedule:
-    """Play the programs of the launch that reads a large batch: in which order rows are read, and which never are.
+    """Simulate the launch that reads a large batch: the order in which rows are read, and the rows that are not read.
 
-    A program reads half a row in two ticks. The GPU starts programs in order as lanes become free. One whose request is
-    known to have stopped before its offset exits at once, and its lane takes the next in the same tick.
+    A program reads half a row in two ticks. The GPU starts programs in order as lanes become free. A program exits at once
+    if an earlier row of its request is known to be rejected, and its lane starts the next program in the same tick.
     """
 
-    stops: tuple[int, ...] = (3, 0, 1, 2, 0, 3)  # the offset that each request stops at
+    first_rejected: tuple[int, ...] = (3, 0, 1, 2, 0, 3)  # the offset of the first rejected row of each request
     offsets: int = 4  # three drafts and the bonus row
     halves: int = 2
     lanes: int = 10
     ticks: int = 2
-    # Of (request, offset, half): "reading", "read" or "left".
+    # (request, offset, half): "reading", "read" or "left"
     states: dict[tuple[int, int, int], str] = field(default_factory=dict)
-    # Of a request: the offset that it is known to stop at.
-    posted: dict[int, int] = field(default_factory=dict)
+    # request: its first rejected row, once published
+    published: dict[int, int] = field(default_factory=dict)
 
     def frames(self) -> list[tuple[dict[tuple[int, int, int], str], dict[int, int]]]:
-        """Return the states and the stops that are posted after each tick."""
+        """Return the states and the published rejections after each tick."""
         waiting = [
             (request, offset, half)
             for offset in range(self.offsets)
-            for request in range(len(self.stops))
+            for request in range(len(self.first_rejected))
             for half in range(self.halves)
         ]
         running: dict[tuple[int, int, int], int] = {}
@@ -148,12 +148,12 @@ class Schedule:
         while waiting or running:
             while waiting and len(running) < self.lanes:
                 program = waiting.pop(0)
-                if program[1] > self.posted.get(program[0], self.offsets):
+                if program[1] > self.published.get(program[0], self.offsets):
                     self.states[program] = "left"
                 else:
                     self.states[program] = "reading"
                     running[program] = self.ticks
-            result.append((dict(self.states), dict(self.posted)))
+            result.append((dict(self.states), dict(self.published)))
             for program in list(running):
                 running[program] -= 1
                 if running[program] == 0:
@@ -161,9 +161,9 @@ class Schedule:
                     self.states[program] = "read"
                     request, offset, _ = program
                     done = all(self.states.get((request, offset, half)) == "read" for half in range(self.halves))
-                    if done and offset == self.stops[request]:
-                        self.posted[request] = offset
-        result.append((dict(self.states), dict(self.posted)))
+                    if done and offset == self.first_rejected[request]:
+                        self.published[request] = offset
+        result.append((dict(self.states), dict(self.published)))
         return [frame for i, frame in enumerate(result) if i == 0 or frame != result[i - 1]]
 
 
@@ -172,11 +172,11 @@ def schedule_figure() -> str:
     schedule = Schedule()
     frames = schedule.frames()
     inputs, pictures = [], []
-    for number, (states, posted) in enumerate(frames):
+    for number, (states, published) in enumerate(frames):
         checked = " checked" if number == 0 else ""
         button = f'<input type="radio" name="schedule" value="{number}"{checked}/>'
         inputs.append(f"<label>{button}<span>{number + 1}</span></label>")
-        pictures.append(f"<div>{schedule_frame(schedule, states, posted, number, len(frames))}</div>")
+        pictures.append(f"<div>{schedule_frame(schedule, states, published, number, len(frames))}</div>")
     return (
         '<div class="steps"><fieldset><legend>Moment</legend>'
         f'{"".join(inputs)}</fieldset><div class="frames">{"".join(pictures)}</div></div>'
@@ -184,7 +184,7 @@ def schedule_figure() -> str:
 
 
 def schedule_frame(
-    schedule: Schedule, states: dict[tuple[int, int, int], str], posted: dict[int, int], number: int, total: int
+    schedule: Schedule, states: dict[tuple[int, int, int], str], published: dict[int, int], number: int, total: int
 ) -> str:
     """Draw the rows of all requests at one moment."""
     left, top, pitch_x, pitch_y, width, height = 68, 44, 73, 36, 67, 28
@@ -192,7 +192,7 @@ def schedule_frame(
     for offset in range(schedule.offsets):
         name = f"draft {offset}" if offset < schedule.offsets - 1 else "bonus"
         parts.append(text(left + pitch_x * offset + width / 2, 34, name, "tick"))
-    for request, stop in enumerate(schedule.stops):
+    for request, stop in enumerate(schedule.first_rejected):
         y = top + pitch_y * request
         parts.append(text(0, y + 19, f"request {request}", "label", "start"))
         for offset in range(schedule.offsets):
@@ -200,7 +200,7 @@ def schedule_frame(
             for half in range(schedule.halves):
                 state = states.get((request, offset, half), "waiting")
                 parts.append(rect(x + half * width / 2, y, width / 2 - 2, height, f"box {state}", 2))
-            if posted.get(request) == offset:
+            if published.get(request) == offset:
                 final = offset == schedule.offsets - 1
                 parts.append(text(x + width / 2 - 1, y + 20, "emits" if final else "stop", "verdict"))
             elif (
@@ -208,11 +208,11 @@ def schedule_frame(
             ):
                 parts.append(text(x + width / 2 - 1, y + 20, "accepted", "verdict"))
     count = {state: sum(value == state for value in states.values()) for state in ("reading", "read", "left")}
-    programs = len(schedule.stops) * schedule.offsets * schedule.halves
+    programs = len(schedule.first_rejected) * schedule.offsets * schedule.halves
     caption = (
         f"{count['read']} of {programs} half rows read,\n{count['reading']} being read, {count['left']} left unread"
     )
-    y = top + pitch_y * len(schedule.stops) + 18
+    y = top + pitch_y * len(schedule.first_rejected) + 18
     parts.append(text(0, y + 6, caption, "label", "start"))
     return picture(parts, y + 20, f"Which rows are read, moment {number + 1} of {total}", caption.replace("\n", " "))
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from specdecode.batch import TARGET_ONLY, RowBatch, SamplerOutput, TreeBatch, TreeOutput, VerificationBatch
 from specdecode.eager import block, probabilistic, strict, synthetic, tree
 from specdecode.eager.adjustments import adjusted, adjusted_rows
+from specdecode.eager.inputs import Inputs, row_temperature, seeds_and_positions
 from specdecode.eager.logprobs import emitted_logprobs
 from specdecode.eager.packed import mark_invalid, unpack
-from specdecode.eager.report import with_report
-from specdecode.eager.steps import Steps, row_temperature, seeds_and_positions
+from specdecode.eager.top_logprobs import with_lists
 from specdecode.eager.truncation import row_sampling
 from specdecode.synthetic import AcceptanceSchedule
 
-METHODS: dict[str, Callable[[Steps], SamplerOutput]] = {
+METHODS: dict[str, Callable[[Inputs], SamplerOutput]] = {
     "strict": strict.verify,
     "probabilistic": probabilistic.verify,
     "block": block.verify,
@@ -36,13 +36,13 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
     if method in TARGET_ONLY:  # not even the dtype of draft logits may change a result
         batch = batch.without_draft_rows
     batch, raw_logits, has_rows = prepared(batch)
-    steps = Steps(batch, schedule)
-    output = METHODS[method](steps)
+    inputs = Inputs(batch, schedule)
+    output = METHODS[method](inputs)
     if batch.logprobs is not None:
-        of_tokens = emitted_logprobs(steps, raw_logits, output.token_ids, batch.logprobs)
+        of_tokens = emitted_logprobs(inputs, raw_logits, output.token_ids, batch.logprobs)
         output = output._replace(logprobs=of_tokens)
-    if batch.reports:
-        output = with_report(steps, raw_logits, output, batch)
+    if batch.has_lists:
+        output = with_lists(inputs, raw_logits, output, batch)
     return output if has_rows is None else mark_invalid(output, has_rows)
 
 

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from specdecode.batch import SamplerOutput
 from specdecode.eager.greedy import argmax
+from specdecode.eager.inputs import Inputs
 from specdecode.eager.selection import block_sums, by_kind, exp_scaled, mark_greedy, or_first, select
-from specdecode.eager.steps import Steps
 from specdecode.eager.truncation import RowSampling, read
 from specdecode.noise import SELECT
 
@@ -60,21 +60,21 @@ def sample(
     return by_kind(greedy, draw, pick, logits.shape[1:].numel(), logits, sampling, seeds, positions)
 
 
-def verify(steps: Steps, scheduled: Tensor | None = None) -> SamplerOutput:
+def verify(inputs: Inputs, scheduled: Tensor | None = None) -> SamplerOutput:
     """Accept drafts while each is the target's own sample; then emit the target's own sample.
 
     Args:
-        steps: the batch.
+        inputs: the batch.
         scheduled: [batch, num_draft_tokens] which drafts to accept instead, or None.
     """
     token_ids, _, is_empty, *_ = sample(
-        steps.target_logits,
-        steps.sampling.at(slice(None), None),
-        steps.seeds[:, None],
-        steps.positions[:, None] + steps.offsets,
-        steps.greedy,
+        inputs.target_logits,
+        inputs.sampling.at(slice(None), None),
+        inputs.seeds[:, None],
+        inputs.positions[:, None] + inputs.offsets,
+        inputs.greedy,
     )
-    accepted = token_ids[:, :-1] == steps.draft_token_ids if scheduled is None else scheduled
-    num_accepted = steps.leading(accepted).minimum(steps.num_drafts)
+    accepted = token_ids[:, :-1] == inputs.draft_token_ids if scheduled is None else scheduled
+    num_accepted = inputs.leading(accepted).minimum(inputs.num_drafts)
     emitted, emitted_empty = (at.gather(1, num_accepted[:, None]).squeeze(1) for at in (token_ids, is_empty))
-    return steps.output(num_accepted, emitted, is_empty[:, :-1], emitted_empty)
+    return inputs.output(num_accepted, emitted, is_empty[:, :-1], emitted_empty)

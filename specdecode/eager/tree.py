@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from specdecode.arguments import on_host
 from specdecode.batch import RowBatch, SamplerOutput, TreeBatch, TreeOutput, VerificationBatch
+from specdecode.eager.inputs import row_temperature, seeds_and_positions
 from specdecode.eager.packed import locate
 from specdecode.eager.philox import exponential
 from specdecode.eager.selection import block_sums, by_chunks, exp_scaled
-from specdecode.eager.steps import row_temperature, seeds_and_positions
 from specdecode.eager.truncation import RowSampling, read, row_sampling
 from specdecode.noise import SELECT
 

@@ -21,7 +21,7 @@ from specdecode.batch import Packing, Truncation, VerificationBatch
 EngineMethod = Literal["probabilistic", "block", "strict"]
 
 MOST_OUTPUTS = 256
-"""Steps whose outputs a report keeps before it adds them up."""
+"""Steps whose outputs `StepMetrics` keeps before it adds them up."""
 
 
 def method_of(switch: str) -> EngineMethod:
@@ -217,7 +217,7 @@ class Interval(NamedTuple):
         )
 
 
-class Report:
+class StepMetrics:
     """Counts steps, and logs them once in an interval.
 
     The host never waits: the outputs of steps, a few bytes for each request, are kept and added up on the device, and the

@@ -112,7 +112,7 @@ class RequestState(NamedTuple):
     is_truncated: bool
 
 
-class Step(NamedTuple):
+class StepInputs(NamedTuple):
     """The arguments of SGLang's `eagle_sample`."""
 
     verify_input: Any  # the drafts
@@ -195,7 +195,7 @@ class EagleSample:
             a request emits; [batch, max_tree_depth] int32 the rows that emit, in the order of the tokens, then -1.
         """
         given = verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k
-        step, is_idle = Step(*given, watermark_state, unknown), batch.forward_mode.is_idle()
+        step, is_idle = StepInputs(*given, watermark_state, unknown), batch.forward_mode.is_idle()
         reason = None if is_idle else self.why_not(step)
         if reason is not None:
             self.fallbacks.add(reason, "SGLang verifies such a step, by its own rule")
@@ -225,7 +225,7 @@ class EagleSample:
         """Return whether SGLang draws drafts, and the method needs their probabilities."""
         return self.verifier.method != "strict" and bool(self.engine.settings().speculative_use_rejection_sampling)
 
-    def why_not(self, step: Step) -> str | None:
+    def why_not(self, step: StepInputs) -> str | None:
         """Return the reason to leave a step to SGLang, or None."""
         settings = self.engine.settings()
         if reason := unknown_reason("arguments that", switched_on(step.unknown)):
@@ -246,7 +246,7 @@ class EagleSample:
             return "drawn drafts without probabilities of the target's vocabulary"
         return None
 
-    def as_call(self, step: Step) -> dict[str, Any]:
+    def as_call(self, step: StepInputs) -> dict[str, Any]:
         """Return the sampler's arguments for a chain of `verify_input.draft_token_num - 1` drafts per request."""
         num_rows, vocab, requests = step.verify_input.draft_token_num, step.logits.shape[-1], self.state_of(step)
         call = {
@@ -263,7 +263,7 @@ class EagleSample:
             call |= truncation(call, step.info)
         return call
 
-    def state_of(self, step: Step) -> RequestState:
+    def state_of(self, step: StepInputs) -> RequestState:
         """Return the state of a step's requests, made once for a batch: each operation delays the step on the host."""
         info = step.info
         given = info.temperatures, info.top_ks, info.sampling_seed
@@ -297,7 +297,7 @@ class EagleSample:
             calls.append(fullest)
         warm_up(self.verifier, [*calls, fullest | first_request(truncation(fullest, info))])
 
-    def as_tree_call(self, step: Step) -> dict[str, Any]:
+    def as_tree_call(self, step: StepInputs) -> dict[str, Any]:
         """Return the arguments of `RejectionSampler.tree` for `verify_input.draft_token_num` nodes per request."""
         drafts, vocab, requests = step.verify_input, step.logits.shape[-1], self.state_of(step)
         call = {
@@ -317,7 +317,7 @@ class EagleSample:
         return call | truncation(call, step.info) if requests.is_truncated else call
 
 
-def penalize(step: Step) -> None:
+def penalize(step: StepInputs) -> None:
     """Apply penalties and biases to logits in place, as SGLang's function does: the same to all rows of a request.
 
     The drafts of a step do not count as emitted: SGLang keeps no counts, but the terms and factors of each logit.

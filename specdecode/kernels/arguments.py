@@ -142,8 +142,8 @@ class Outputs(NamedTuple):
     logprobs_ptr: Pointer  # [batch, num_draft_tokens + 1] float32, NaN behind the last token; None: not asked for
 
 
-class Reporting(NamedTuple):
-    """The report on the rows of emitted tokens; None for lists that are not asked for."""
+class Lists(NamedTuple):
+    """The likely and kept tokens of the rows of emitted tokens; None for lists that are not requested."""
 
     top_ids_ptr: Pointer  # [batch, num_draft_tokens + 1, num_top] int64
     top_logprobs_ptr: Pointer  # [batch, num_draft_tokens + 1, num_top] float32
@@ -220,7 +220,7 @@ class Truncating(NamedTuple):
     """The config of a launch that truncates rows."""
 
     OF_DRAFTS: Constant  # draft rows alone: they are read in another way than target rows
-    POSTED: Constant  # rows behind a rejection that was posted while reading were not read
+    PUBLISHED: Constant  # rows behind a rejection that was published while reading were not read
     OVERLAPS: Constant
 
 
@@ -240,7 +240,7 @@ class Searching(NamedTuple):
     BLOCKS: Constant  # then so many at once
     BLOCK_N: Constant  # logits of each that are loaded at once
     PER_ROW: Constant  # a program for each row of a request decides about it; False: its first rejected row is known
-    POSTED: Constant  # rows behind a rejection that was posted while reading do not matter
+    PUBLISHED: Constant  # rows behind a rejection that was published while reading do not matter
     DECIDES_BLOCK: Constant  # in block verification: the number of accepted drafts is decided first
     SUMS: Constant  # block sums of the residual that the token is drawn from are in the workspace
     OVERLAPS: Constant

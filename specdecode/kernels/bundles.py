@@ -16,9 +16,9 @@ from specdecode.kernels.arguments import (
     DraftVocabulary,
     Inputs,
     Limits,
+    Lists,
     Outputs,
     Packing,
-    Reporting,
     Requests,
     Rows,
     Sizes,
@@ -225,12 +225,12 @@ def outputs_in(structure: Structure) -> Outputs:
     return Outputs._make(map(symbols_in(structure).get, names))
 
 
-def reporting_in(structure: Structure, overlaps: bool) -> Reporting:
-    """Return the bundle of the report on the rows of emitted tokens."""
+def lists_in(structure: Structure, overlaps: bool) -> Lists:
+    """Return the bundle of the lists of likely and kept tokens."""
     get = symbols_in(structure).get
     num_top = None if get("top_token_ids") is None else Symbol("num_top")
     top = get("top_token_ids"), get("top_logprobs"), num_top
-    return Reporting._make([*top, *map(get, ("num_kept", "kept_token_ids", "kept_cutoff")), overlaps])
+    return Lists._make([*top, *map(get, ("num_kept", "kept_token_ids", "kept_cutoff")), overlaps])
 
 
 def empty_outputs(batch: VerificationBatch, requests: int, num_tokens: int) -> dict[str, Tensor]:
@@ -248,15 +248,15 @@ def empty_outputs(batch: VerificationBatch, requests: int, num_tokens: int) -> d
     return outputs
 
 
-def empty_report(batch: VerificationBatch, token_ids: Tensor) -> dict[str, Tensor]:
-    """Return the tensors that a report fills, by the names of `SamplerOutput`."""
-    report, shape, device = {}, token_ids.shape, token_ids.device
+def empty_lists(batch: VerificationBatch, token_ids: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of the likely and kept tokens, by the names of `SamplerOutput`."""
+    lists, shape, device = {}, token_ids.shape, token_ids.device
     if batch.top_logprobs > 0:
-        lists = *shape, batch.top_logprobs
-        report["top_token_ids"] = torch.empty(lists, dtype=torch.int64, device=device)
-        report["top_logprobs"] = torch.empty(lists, dtype=torch.float32, device=device)
+        top_shape = *shape, batch.top_logprobs
+        lists["top_token_ids"] = torch.empty(top_shape, dtype=torch.int64, device=device)
+        lists["top_logprobs"] = torch.empty(top_shape, dtype=torch.float32, device=device)
     if batch.kept_sets:
-        report["num_kept"] = torch.empty(shape, dtype=torch.int32, device=device)
-        report["kept_token_ids"] = torch.empty((*shape, MOST_KEPT), dtype=torch.int32, device=device)
-        report["kept_cutoff"] = torch.empty_like(token_ids)
-    return report
+        lists["num_kept"] = torch.empty(shape, dtype=torch.int32, device=device)
+        lists["kept_token_ids"] = torch.empty((*shape, MOST_KEPT), dtype=torch.int32, device=device)
+        lists["kept_cutoff"] = torch.empty_like(token_ids)
+    return lists

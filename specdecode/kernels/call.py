@@ -21,8 +21,8 @@ from specdecode.kernels.bundles import (
     PENALTIES,
     Structure,
     class_of,
+    empty_lists,
     empty_outputs,
-    empty_report,
     layout_of,
 )
 from specdecode.kernels.first_rejected import MOST_ROWS
@@ -81,9 +81,9 @@ def verify(
     method = method_of(name, num_draft_tokens, batch.draft_logits is not None)
     tensors = empty_outputs(batch, requests, num_draft_tokens + 1)
     output = SamplerOutput(*tensors.values())
-    if batch.reports:
-        report = empty_report(batch, output.token_ids)
-        tensors, output = tensors | report, output._replace(**report)
+    if batch.has_lists:
+        lists = empty_lists(batch, output.token_ids)
+        tensors, output = tensors | lists, output._replace(**lists)
     if requests == 0:
         return output
     numbers = {"batch": requests, "num_draft_tokens": num_draft_tokens}

@@ -168,9 +168,9 @@ def recompute_block(row, block, scale):
 def logprob(logit, token, normalizer, temperature):
     """Return the log-probability of a token, given its logit."""
     row_max, log_sum, point_mass_token = normalizer
-    if_one_hot = tl.where(token == point_mass_token, 0.0, -INFINITY)
+    if_point_mass = tl.where(token == point_mass_token, 0.0, -INFINITY)
     return tl.where(
         point_mass_token < 0,
         scaled(logit, tl.where(point_mass_token < 0, row_max, 0.0), temperature) - log_sum,
-        if_one_hot,
+        if_point_mass,
     )

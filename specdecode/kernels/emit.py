@@ -64,12 +64,12 @@ def emit_row(context, inputs, outputs, workspace, sizes, config, policy):
     noise = noise_at(context, inputs.requests, sizes)
     counted = count_drafts(inputs.drafts, request, sizes)
     await_launch(config.OVERLAPS)
-    bits_ptr = state_of_bits(workspace.state_ptr, sizes, config.POSTED)
+    bits_ptr = state_of_bits(workspace.state_ptr, sizes, config.PUBLISHED)
     rejected, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
     bits = tl.full([], 0, tl.int64)
     last = counted[0]
     matters = offset <= last
-    if config.POSTED:
+    if config.PUBLISHED:
         last = tl.minimum(last, load_first_rejected(workspace.state_ptr, request, sizes))
         if not ASKED:  # log-probabilities are after truncation
             matters &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
@@ -78,7 +78,7 @@ def emit_row(context, inputs, outputs, workspace, sizes, config, policy):
         raw = load_raw_statistics(context, inputs, workspace, sizes)  # in flight while it is decided
         accepted, normalizer, source = policy.DECIDE(context, noise, inputs, workspace, sizes)
         rejected, is_empty = accepted == 0, normalizer.row_max == -INFINITY
-        if config.POSTED:
+        if config.PUBLISHED:
             rejected |= offset == last
         logprob = 0.0
         if ASKED:

@@ -3,9 +3,9 @@
 That is its first row whose draft is not accepted, or the row after its last draft: its last token is drawn from this row.
 Programs find out in any order, and share it in one of two ways.
 
-*First rejections*, where one launch decides and a later one emits: a program posts its offset by an atomic maximum of
+*First rejections*, where one launch decides and a later one emits: a program publishes its offset by an atomic maximum of
 `num_draft_tokens - offset` on memory that starts as zeros, so the first one remains. The first target row without a finite
-logit is posted in the same way; the result is `invalid` if it is not behind the first rejected row.
+logit is published in the same way; the result is `invalid` if it is not behind the first rejected row.
 
 *Row bits*, where one launch decides and emits: a program adds 1, its row's rejected bit and its row's empty bit to one
 64-bit number. A token that the decision has drawn is written before, and the last program to add its bits writes the rest.
@@ -25,7 +25,7 @@ FIRST_REJECTED, EMPTY, FIELDS = (tl.constexpr(field) for field in range(3))
 SURELY_ACCEPTED = tl.constexpr(-1)
 """A request's state: its first rejected row, its first empty row. Behind the states of all requests comes one counter per
 row: programs finished, or SURELY_ACCEPTED; and each request's row bits, if rows are truncated after first rejections were
-posted. In block verification one number is kept instead, see `residual.NUM_LISTED`."""
+published. In block verification one number is kept instead, see `residual.NUM_LISTED`."""
 
 MOST_ROWS = 28
 COUNT_BITS, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
@@ -41,33 +41,33 @@ def clear_state(state_ptr, request):
 
 
 @triton.jit
-def post_rejection(state_ptr, request, offset, sizes):
-    """Post that the row at an offset is rejected."""
+def publish_rejection(state_ptr, request, offset, sizes):
+    """Publish that the row at an offset is rejected."""
     tl.atomic_max(state_ptr + request.index * FIELDS + FIRST_REJECTED, sizes.num_draft_tokens - offset, sem="relaxed")
 
 
 @triton.jit
-def post_empty(state_ptr, request, offset, sizes):
-    """Post that the target row at an offset has no finite logit."""
+def publish_empty(state_ptr, request, offset, sizes):
+    """Publish that the target row at an offset has no finite logit."""
     tl.atomic_max(state_ptr + request.index * FIELDS + EMPTY, sizes.num_draft_tokens + 1 - offset, sem="relaxed")
 
 
 @triton.jit
 def peek_first_rejected(state_ptr, request, sizes):
-    """Return the first rejected row posted so far, while others may be posting: never less than the final one."""
+    """Return the first rejected row published so far, which is never before the final one."""
     # An atomic is executed by one thread for all: plain loads could give the program's warps different answers.
     return sizes.num_draft_tokens - tl.atomic_max(state_ptr + request.index * FIELDS + FIRST_REJECTED, 0, sem="relaxed")
 
 
 @triton.jit
 def load_first_rejected(state_ptr, request, sizes):
-    """Return the offset of a request's first rejected row, when all are posted."""
+    """Return the offset of a request's first rejected row, when all are published."""
     return sizes.num_draft_tokens - tl.load(state_ptr + request.index * FIELDS + FIRST_REJECTED)
 
 
 @triton.jit
 def load_empty(state_ptr, request, sizes):
-    """Return the offset of a request's first target row without a finite logit, when all are posted."""
+    """Return the offset of a request's first target row without a finite logit, when all are published."""
     return sizes.num_draft_tokens + 1 - tl.load(state_ptr + request.index * FIELDS + EMPTY)
 
 
@@ -85,21 +85,21 @@ def row_finished_ptr(state_ptr, request, offset, sizes):
 
 
 @triton.jit
-def post_acceptance(state_ptr, context, sizes):
-    """Post that a draft is accepted whatever truncation leaves of its rows, when all programs have finished with these."""
+def publish_acceptance(state_ptr, context, sizes):
+    """Publish that a draft is accepted for any truncation of its rows, which all programs have finished."""
     tl.store(row_finished_ptr(state_ptr, context.request, context.offset, sizes), SURELY_ACCEPTED)
 
 
 @triton.jit
 def is_surely_accepted(state_ptr, request, offset, sizes):
-    """Return whether a row's draft was posted as surely accepted."""
+    """Return whether a row's draft was published as surely accepted."""
     return tl.load(row_finished_ptr(state_ptr, request, offset, sizes)) == SURELY_ACCEPTED
 
 
 @triton.jit
-def state_of_bits(state_ptr, sizes, POSTED: tl.constexpr):
-    """Return a pointer to the requests' row bits: behind all else, at an even index, if first rejections were posted."""
-    if POSTED:
+def state_of_bits(state_ptr, sizes, PUBLISHED: tl.constexpr):
+    """Return a pointer to the requests' row bits: behind all else, at an even index, if first rejections were published."""
+    if PUBLISHED:
         length = sizes.batch.to(tl.int64) * (FIELDS + sizes.num_draft_tokens + 1)
         state_ptr += length + length % 2
     return state_ptr

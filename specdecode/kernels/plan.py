@@ -29,8 +29,8 @@ from specdecode.kernels.bundles import (
     Structure,
     definitions_in,
     inputs_in,
+    lists_in,
     outputs_in,
-    reporting_in,
     sizes_in,
     symbols_in,
 )
@@ -38,11 +38,11 @@ from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.first_rejected import FIELDS
 from specdecode.kernels.launch import Part, Plan, can_overlap
 from specdecode.kernels.read import read_kernel
-from specdecode.kernels.report import report_kernel
 from specdecode.kernels.residual import LIST_FIELDS
 from specdecode.kernels.siblings import siblings_kernel
 from specdecode.kernels.signature import Symbol
 from specdecode.kernels.statistics import WARP
+from specdecode.kernels.top_logprobs import top_logprobs_kernel
 from specdecode.kernels.truncation.kernel import truncate_kernel
 from specdecode.kernels.truncation.narrow import list_size
 from specdecode.kernels.vocabulary import SPAN, map_kernel
@@ -92,10 +92,10 @@ def plan_step(structure: Structure) -> Plan:
     """Plan the steps of a structure: read, truncate, decide a block, emit, report."""
     inputs, outputs, sizes = inputs_in(structure), outputs_in(structure), sizes_in(structure)
     decide, overlaps = decision_while_reading(structure), can_overlap(structure.device)
-    posted, has_draft_rows = decide is not None, structure.draft is not None
+    published, has_draft_rows = decide is not None, structure.draft is not None
     # Programs that count each other start from zeros; otherwise the first launch clears the memory of the next ones.
     parts = workspace_parts(structure)
-    plan = Plan(structure.device, definitions_in(structure), parts, zeros=parts["state"].length if posted else "0")
+    plan = Plan(structure.device, definitions_in(structure), parts, zeros=parts["state"].length if published else "0")
     workspace = Workspace._make(
         [*[plan.part(name.removesuffix("_ptr")) for name in Workspace._fields[:-1]], outputs.logprobs_ptr]
     )
@@ -104,14 +104,14 @@ def plan_step(structure: Structure) -> Plan:
         add_mapping(plan, given, overlaps)
     add_reading(plan, structure, given, decide)
     if structure.truncates:
-        add_truncation(plan, given, posted)
+        add_truncation(plan, given, published)
     sums_all = structure.decides_block and has_draft_rows and not structure.large
     if structure.decides_block:
         add_block_decision(plan, given, sums_all)
     step = inputs, outputs, workspace, sizes
-    add_emission(plan, structure, step, sums_all, posted)
+    add_emission(plan, structure, step, sums_all, published)
     if {"top_token_ids", "num_kept"} & {*structure.names}:
-        plan.add(report_kernel, "target_rows", (*step, reporting_in(structure, overlaps)), num_warps=8)
+        plan.add(top_logprobs_kernel, "target_rows", (*step, lists_in(structure, overlaps)), num_warps=8)
     if structure.width > 0:
         siblings = Siblings(symbols_in(structure)["siblings"], structure.width, overlaps)
         plan.add(siblings_kernel, "batch", (*step, siblings), num_warps=4)
@@ -212,10 +212,10 @@ def add_reading(plan: Plan, structure: Structure, given: Given, decide: Any) -> 
     )
 
 
-def add_truncation(plan: Plan, given: Given, posted: bool) -> None:
+def add_truncation(plan: Plan, given: Given, published: bool) -> None:
     """Add the launch that truncates the rows that were read; or two, if draft rows are read in another way."""
     inputs, workspace, sizes = given
-    config = Truncating(False, posted, can_overlap(plan.device))
+    config = Truncating(False, published, can_overlap(plan.device))
 
     def add(rows: str, inputs: Inputs, config: Truncating) -> None:
         bundles = inputs, workspace, sizes, config
@@ -241,14 +241,14 @@ def inputs_apart(inputs: Inputs) -> tuple[Inputs, Inputs]:
 
 
 def add_emission(
-    plan: Plan, structure: Structure, step: tuple[Inputs, Outputs, Workspace, Sizes], sums_all: bool, posted: bool
+    plan: Plan, structure: Structure, step: tuple[Inputs, Outputs, Workspace, Sizes], sums_all: bool, published: bool
 ) -> None:
-    """Add the launch that emits; first rejections may have been posted while reading."""
+    """Add the launch that emits; first rejections may have been published while reading."""
     method, large, has_draft_rows = structure.method, structure.large, structure.draft is not None
     per_row = structure.has_drafts and not structure.decides_block and (structure.truncates or not large)
     searches = has_draft_rows and not sums_all
     search = "large" if large and not per_row else "many" if searches and (structure.many or large) else "few"
-    flags = per_row, per_row and posted, structure.decides_block, sums_all, can_overlap(plan.device)
+    flags = per_row, per_row and published, structure.decides_block, sums_all, can_overlap(plan.device)
     config, policy = Searching(*SEARCH[search], RESIDUAL_BLOCK_N, *flags), Policy(method.decide, method.draw)
     plan.add(
         emit_kernel,

@@ -77,22 +77,22 @@ def acceptance_terms(context, inputs, workspace, sizes):
     log_p = logprob(logit, token, normalizer, temperature)
 
     log_q, draft_max, draft_log_sum, log_sum_ratio = 0.0, 0.0, 0.0, 0.0
-    draft_one_hot = token  # the point mass on the draft; without a draft -1, and so NONE is subtracted
+    draft_point_mass = token  # the point mass on the draft; without a draft -1, and so NONE is subtracted
     if inputs.draft.ptr is not None:
         if has_draft_row:
-            draft_one_hot = tl.full([], -1, tl.int32)
+            draft_point_mass = tl.full([], -1, tl.int32)
             if inputs.drafts.logsumexp_ptr is not None:  # relative to a maximum of 0
                 draft_log_sum, log_sum_ratio = logsumexp, logsumexp - log_sum
             if summarised:
                 if inputs.drafts.logsumexp_ptr is not None:
                     q = combine(summary, draft_row, temperature, sizes)
-                draft_max, draft_one_hot = q.row_max, token_of(q.point_mass_token, inputs, workspace, sizes)
+                draft_max, draft_point_mass = q.row_max, token_of(q.point_mass_token, inputs, workspace, sizes)
                 draft_log_sum, log_sum_ratio = tl.log(q.sumexp), log_ratio(q.sumexp, p.sumexp)
-            log_q = logprob(draft_logit, token, Normalizer(draft_max, draft_log_sum, draft_one_hot), temperature)
-    subtracted = tl.where((draft_one_hot < 0) & (token >= 0), ROW, draft_one_hot)
+            log_q = logprob(draft_logit, token, Normalizer(draft_max, draft_log_sum, draft_point_mass), temperature)
+    subtracted = tl.where((draft_point_mass < 0) & (token >= 0), ROW, draft_point_mass)
     subtracted = tl.where(p.point_mass_token >= 0, NONE, subtracted)
     residual = Residual(p.row_max, draft_max, log_sum_ratio, subtracted)
-    return Terms(log_p, log_q, p, Normalizer(draft_max, draft_log_sum, draft_one_hot), residual)
+    return Terms(log_p, log_q, p, Normalizer(draft_max, draft_log_sum, draft_point_mass), residual)
 
 
 @triton.jit

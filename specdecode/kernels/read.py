@@ -19,8 +19,8 @@ from specdecode.kernels.first_rejected import (
     clear_state,
     is_last,
     peek_first_rejected,
-    post_empty,
-    post_rejection,
+    publish_empty,
+    publish_rejection,
     row_finished_ptr,
 )
 from specdecode.kernels.launch import admit_next_launch, await_launch
@@ -166,13 +166,13 @@ def decide(request, offset, token, temperature, inputs, workspace, sizes, policy
         noise = noise_at(context, inputs.requests, sizes)
         accepted, normalizer, _ = policy.DECIDE(context, noise, inputs, workspace, sizes)
         if normalizer.row_max == -INFINITY:
-            post_empty(workspace.state_ptr, request, offset, sizes)
+            publish_empty(workspace.state_ptr, request, offset, sizes)
         if workspace.logprobs_ptr is not None:
             if accepted:
                 raw = load_raw_statistics(context, inputs, workspace, sizes)
                 store_draft_logprob(context, normalizer, raw, inputs, workspace, sizes)
     if accepted == 0:
-        post_rejection(workspace.state_ptr, request, offset, sizes)
+        publish_rejection(workspace.state_ptr, request, offset, sizes)
 
 
 @triton.jit

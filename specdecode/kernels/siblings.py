@@ -15,11 +15,11 @@ import triton.language as tl
 
 from specdecode.kernels.distribution import combine, recompute_nonfinite
 from specdecode.kernels.launch import await_launch
-from specdecode.kernels.report import NO_TOKEN, next_in_order
 from specdecode.kernels.request import load_key, load_temperature, locate_program
 from specdecode.kernels.rows import BLOCK_SIZE, base_2_scale, target_row_at
 from specdecode.kernels.selection import block_scores, first_largest, load_block, noise_at
 from specdecode.kernels.statistics import load_target_statistics
+from specdecode.kernels.top_logprobs import NO_TOKEN, next_in_order
 from specdecode.kernels.truncation.narrow import NO_ORDER, token_in_order
 from specdecode.kernels.values import INFINITY, RowContext
 

@@ -144,7 +144,7 @@ def advance(batch: TreeBatch, walk: Walk, output: SamplerOutput, depth: int, las
 def reads_all_at_once(batch: TreeBatch) -> bool:
     """Return whether one step over all rows takes less time than a round for each depth."""
     rows = batch.rows
-    has_lists = rows.logprobs is not None or rows.reports
+    has_lists = rows.logprobs is not None or rows.has_lists
     penalizes = rows.adjustments is not None and rows.adjustments.penalizes  # counts depend on the path
     return not (has_lists or penalizes) and batch.token_ids.numel() * rows.target_logits.shape[1] <= (
         LOGITS_A_ROUND * (batch.num_rounds - 1)

@@ -96,21 +96,21 @@ def describe(batch: int, num_draft_tokens: int, dtype: str, vocab: int = VOCAB) 
 
 
 def verification(
-    inputs: Inputs, sampler: RejectionSampler, draft: DraftOutput, one_hot: bool = False, **options: Any
+    inputs: Inputs, sampler: RejectionSampler, draft: DraftOutput, deterministic: bool = False, **options: Any
 ) -> Callable[[], SamplerOutput]:
     """Return a call that verifies the drafts, without draft logits if they are one-hot; options go to the sampler."""
-    draft_logits = None if one_hot or sampler.method == "strict" else inputs.draft_logits
+    draft_logits = None if deterministic or sampler.method == "strict" else inputs.draft_logits
     logits = inputs.target_logits, draft.token_ids, draft_logits
     return functools.partial(sampler, *logits, **{"temperature": inputs.temperature, "seeds": 0, **options})
 
 
 def packed_verification(
-    inputs: Inputs, sampler: RejectionSampler, draft: DraftOutput, one_hot: bool = False, **options: Any
+    inputs: Inputs, sampler: RejectionSampler, draft: DraftOutput, deterministic: bool = False, **options: Any
 ) -> Callable[[], SamplerOutput]:
     """Return a packed call that verifies the drafts; all that is by slot is in the reverse order of the requests."""
     batch, num_rows, _ = inputs.target_logits.shape
     device = inputs.target_logits.device
-    draft_logits = None if one_hot or sampler.method == "strict" else inputs.draft_logits
+    draft_logits = None if deterministic or sampler.method == "strict" else inputs.draft_logits
     by_slot = {name: value.flip(0) if isinstance(value, Tensor) else value for name, value in options.items()}
     where = {name: options[name] for name in ("positions",) if name in options}
     call = functools.partial(

@@ -20,7 +20,7 @@ class Verifier(NamedTuple):
     backend: str = "triton"
     with_logsumexp: bool = False
     packed: bool = False
-    one_hot: bool = False  # without draft logits
+    deterministic: bool = False  # without draft logits
 
     def __call__(
         self, inputs: Inputs, seed: int = 0, truncation: dict[str, Any] | None = None, **others: Any
@@ -31,7 +31,7 @@ class Verifier(NamedTuple):
             options |= {"draft_logsumexp": draft.logsumexp, "draft_cutoff": draft.cutoff}
         sampler = RejectionSampler(self.method, backend=self.backend)
         verify = packed_verification if self.packed else verification
-        return verify(inputs, sampler, draft, one_hot=self.one_hot, **options)
+        return verify(inputs, sampler, draft, deterministic=self.deterministic, **options)
 
     def rows_needed(self, num_accepted: Tensor, num_draft_tokens: int) -> int:
         """Count the rows that an outcome depends on.
@@ -42,7 +42,7 @@ class Verifier(NamedTuple):
         """
         last = torch.full_like(num_accepted, num_draft_tokens) if self.method == "block" else num_accepted
         target, tested = last + 1, (last + 1).clamp(max=num_draft_tokens)
-        alone = self.method == "strict" or self.with_logsumexp or self.one_hot
+        alone = self.method == "strict" or self.with_logsumexp or self.deterministic
         return int((target if alone else target + tested).sum())
 
 
@@ -162,7 +162,7 @@ PROVIDERS: dict[str, Callable[[Inputs], Callable[[], Any]]] = {
     "triton block": Verifier("block"),
     "triton block with draft_logsumexp": Verifier("block", with_logsumexp=True),
     "triton strict": Verifier("strict"),
-    "triton one-hot": Verifier("probabilistic", one_hot=True),
+    "triton one-hot": Verifier("probabilistic", deterministic=True),
     "triton greedy": Verifier("strict"),
     "triton packed": Verifier("probabilistic", packed=True),
     "eager": Verifier("probabilistic", "eager"),

@@ -28,7 +28,7 @@ from tests.support.kernels import (
     FEW,
     LARGE,
     MANY,
-    Steps,
+    PlannedCall,
     impossible_drafts,
     needs_interpreter,
     run_kernel,
@@ -78,10 +78,10 @@ def search_kernel(inputs, workspace, sizes, config, found):
 
 def search(batch, *, top: int, columns: int, max_blocks: int | None = None):
     """Search the residual of each first row, and check what is found."""
-    steps = Steps("probabilistic", batch.to(DEVICE), **FEW)
-    steps.run(steps.launches[0])
-    requests, sizes = len(batch.seeds), steps.bundle("sizes")
-    config = steps.bundle("config", kernels.plan.emit_kernel)
+    planned = PlannedCall("probabilistic", batch.to(DEVICE), **FEW)
+    planned.run(planned.launches[0])
+    requests, sizes = len(batch.seeds), planned.bundle("sizes")
+    config = planned.bundle("config", kernels.plan.emit_kernel)
     config = config._replace(TOP=top, BLOCKS=columns, BLOCK_N=128 if ON_GPU else 512)
     if max_blocks is not None:
         sizes = sizes._replace(MAX_BLOCKS=max_blocks)
@@ -89,7 +89,7 @@ def search(batch, *, top: int, columns: int, max_blocks: int | None = None):
     sums = torch.full((requests, sizes.num_blocks), torch.nan, device=DEVICE)
     blocks, holds = integers[:, :2].contiguous(), integers[:, 2].contiguous()
     found = Found(sums, blocks, holds)
-    steps.run_kernel(search_kernel, requests, ["inputs", "workspace"], sizes, config, found)
+    planned.run_kernel(search_kernel, requests, ["inputs", "workspace"], sizes, config, found)
     assert (holds == 1).all()
     assert torch.equal(blocks[:, 0], blocks[:, 1])
 

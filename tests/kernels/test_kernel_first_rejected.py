@@ -21,8 +21,8 @@ from specdecode.kernels.first_rejected import (
     load_empty,
     load_first_rejected,
     peek_first_rejected,
-    post_empty,
-    post_rejection,
+    publish_empty,
+    publish_rejection,
 )
 from specdecode.kernels.output import hand_in, store_logprob, store_output, store_token
 from specdecode.kernels.request import count_drafts, draft_at
@@ -49,8 +49,8 @@ def drafts_of(ids: torch.Tensor) -> Drafts:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Posts(NamedTuple):
-    """What is posted, and what is found before the first post, and after each."""
+class Publication(NamedTuple):
+    """Offsets to publish, and the values loaded before the first one and after each."""
 
     state_ptr: Pointer
     offsets_ptr: Pointer  # [count] int32
@@ -67,29 +67,29 @@ def the_request(index, sizes):
 
 
 @triton.jit
-def post_kernel(posts):
-    request = the_request(1, posts.sizes)
-    clear_state(posts.state_ptr, request)
-    for i in range(posts.count + 1):
-        found_ptr = posts.found_ptr + 3 * i
-        tl.store(found_ptr, peek_first_rejected(posts.state_ptr, request, posts.sizes))
-        tl.store(found_ptr + 1, load_first_rejected(posts.state_ptr, request, posts.sizes))
-        tl.store(found_ptr + 2, load_empty(posts.state_ptr, request, posts.sizes))
-        if i < posts.count:
-            offset = tl.load(posts.offsets_ptr + i)
-            post_rejection(posts.state_ptr, request, offset, posts.sizes)
-            post_empty(posts.state_ptr, request, offset, posts.sizes)
+def publish_kernel(given):
+    request = the_request(1, given.sizes)
+    clear_state(given.state_ptr, request)
+    for i in range(given.count + 1):
+        found_ptr = given.found_ptr + 3 * i
+        tl.store(found_ptr, peek_first_rejected(given.state_ptr, request, given.sizes))
+        tl.store(found_ptr + 1, load_first_rejected(given.state_ptr, request, given.sizes))
+        tl.store(found_ptr + 2, load_empty(given.state_ptr, request, given.sizes))
+        if i < given.count:
+            offset = tl.load(given.offsets_ptr + i)
+            publish_rejection(given.state_ptr, request, offset, given.sizes)
+            publish_empty(given.state_ptr, request, offset, given.sizes)
 
 
 @pytest.mark.parametrize("offsets", [[3, 4, 1, 2, 0], [5, 0], [0, 5]], ids=str)
-def test_the_first_of_the_posted_offsets_remains(offsets):
+def test_the_first_of_the_published_offsets_remains(offsets):
     memory = torch.full((3, FIELDS.value), -1, dtype=torch.int32, device=DEVICE)
     found = torch.zeros(len(offsets) + 1, 3, dtype=torch.int32, device=DEVICE)
     sizes = sizes_of(3, 5, VOCAB)
     run_kernel(
-        post_kernel,
+        publish_kernel,
         1,
-        Posts(memory, torch.tensor(offsets, dtype=torch.int32, device=DEVICE), found, len(offsets), sizes),
+        Publication(memory, torch.tensor(offsets, dtype=torch.int32, device=DEVICE), found, len(offsets), sizes),
     )
     first = [min([5, *offsets[:i]]) for i in range(len(offsets) + 1)]
     first_empty = [min([6, *offsets[:i]]) for i in range(len(offsets) + 1)]

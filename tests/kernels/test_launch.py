@@ -23,7 +23,7 @@ from specdecode.kernels.launch import Launch, Part, Plan
 from specdecode.kernels.signature import Signature, Symbol, with_values
 from tests.support.batches import verification_batch
 from tests.support.differential import case
-from tests.support.kernels import DEVICE, KINDS, Steps, checked, forget_plans, strided, verify
+from tests.support.kernels import DEVICE, KINDS, PlannedCall, checked, forget_plans, strided, verify
 
 STREAM = 7
 
@@ -135,17 +135,17 @@ def flat(values) -> list:
 def test_a_compiled_kernel_is_given_what_an_interpreted_one_is(recorded, kind, drafts, large):
     """Addresses in place of tensors; by the first call with a plan and by those after it, of other sizes too."""
     for requests, vocab in ((2, 2064), (2, 2064), (150, 4112), (1, 16)):
-        steps = Steps(kind, case(requests, drafts, vocab, torch.bfloat16).to(DEVICE), large=large)
-        plan, numbers, values = steps.plan, steps.numbers, steps.values
+        planned = PlannedCall(kind, case(requests, drafts, vocab, torch.bfloat16).to(DEVICE), large=large)
+        plan, numbers, values = planned.plan, planned.numbers, planned.values
         recorded.made.clear()
         recorded.compiled.clear()
         workspace = torch.zeros(values["length"], dtype=torch.int32, device=DEVICE)
         with mock.patch.object(torch, "empty", return_value=workspace) as empty:
-            plan.run(steps.tensors, numbers)
+            plan.run(planned.tensors, numbers)
         assert empty.call_args.args == (len(workspace),)
         interpreted = values | plan.views(workspace, values)
-        assert [made.kernel for made in recorded.made] == [each.kernel for each in steps.launches]
-        for made, each in zip(recorded.made, steps.launches):
+        assert [made.kernel for made in recorded.made] == [each.kernel for each in planned.launches]
+        for made, each in zip(recorded.made, planned.launches):
             assert made.grid == tuple(eval(number, plan.functions, interpreted) for number in each.grid)
             wanted, got = flat(with_values(bundle, interpreted) for bundle in each.bundles), flat(made.values)
             assert len(got) == len(wanted)

@@ -17,7 +17,7 @@ from specdecode.kernels.rows import whole_target_row_at
 from specdecode.kernels.statistics import load_statistics, target_statistics
 from tests.conftest import combine as pairs
 from tests.support.differential import case
-from tests.support.kernels import DEVICE, DTYPES, Steps, sliced, strided
+from tests.support.kernels import DEVICE, DTYPES, PlannedCall, sliced, strided
 
 NAN, INF = math.nan, math.inf
 
@@ -47,11 +47,11 @@ def combine_kernel(inputs, workspace, sizes, found):
 
 def summarised(kind: str, batch, **options) -> tuple[np.ndarray, np.ndarray]:
     """Read the rows of a batch by the first launch of a call; return the distributions of the first rows, and statistics."""
-    steps = Steps(kind, batch.to(DEVICE), **options)
-    steps.run(steps.launches[0])
-    requests, max_blocks = len(batch.seeds), steps.bundle("sizes").MAX_BLOCKS
+    planned = PlannedCall(kind, batch.to(DEVICE), **options)
+    planned.run(planned.launches[0])
+    requests, max_blocks = len(batch.seeds), planned.bundle("sizes").MAX_BLOCKS
     found = Found(torch.zeros(requests, 3, device=DEVICE), torch.zeros(requests, 3, max_blocks, device=DEVICE))
-    steps.run_kernel(combine_kernel, requests, ["inputs", "workspace", "sizes"], found)
+    planned.run_kernel(combine_kernel, requests, ["inputs", "workspace", "sizes"], found)
     return found.scalars_ptr.cpu().numpy().astype(float), found.blocks_ptr.cpu().numpy().astype(float)
 
 

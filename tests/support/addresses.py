@@ -12,7 +12,7 @@ MARGIN = 1 << 14
 """Elements on either side of a tensor that is `apart`."""
 
 
-def places_of(values: dict[str, Any]) -> Iterator[tuple[int, int]]:
+def ranges_of(values: dict[str, Any]) -> Iterator[tuple[int, int]]:
     """The addresses of the first and the last byte of each tensor."""
     for tensor in values.values():
         if isinstance(tensor, Tensor) and tensor.numel():
@@ -31,7 +31,7 @@ def inside(values: dict[str, Any]) -> Iterator[None]:
     """Require that every address that is loaded or stored meanwhile lies in one of the tensors."""
     from triton.runtime.interpreter import interpreter_builder
 
-    places, builder = np.array(sorted(places_of(values))), type(interpreter_builder)
+    ranges, builder = np.array(sorted(ranges_of(values))), type(interpreter_builder)
     load, store = builder.create_masked_load, builder.create_masked_store
 
     def check(pointers: Any, mask: Any) -> None:
@@ -39,9 +39,9 @@ def inside(values: dict[str, Any]) -> Iterator[None]:
         if addresses.size:
             first, last = addresses.min(), addresses.max()
             # Nearly always all are in one tensor.
-            if not any(low <= first and last <= high for low, high in places):
-                at = np.searchsorted(places[:, 0], addresses, side="right") - 1
-                assert ((at >= 0) & (addresses <= places[at, 1])).all(), "outside every tensor"
+            if not any(low <= first and last <= high for low, high in ranges):
+                at = np.searchsorted(ranges[:, 0], addresses, side="right") - 1
+                assert ((at >= 0) & (addresses <= ranges[at, 1])).all(), "outside every tensor"
 
     def checked_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
         check(pointers, mask)

@@ -188,7 +188,7 @@ def call_operations_directly(interpreter: Any) -> None:
     core._unwrap_if_constexpr = lambda value: unwrap(value) if isinstance(value, may_be_wrapped) else value
 
 
-class Step(NamedTuple):
+class Operation(NamedTuple):
     """What Triton computes by an operation on operands of certain types.
 
     The inputs are, of each operand, the dtype that it is cast to, and its array if it is a number. `dtype` is of the handle
@@ -246,8 +246,8 @@ def compute_with_numpy_what_is_known(interpreter: Any) -> None:
             return operand.type.name
         return (type(operand), repr(operand)) if type(operand) in (int, float) else getattr(operand, "name", operand)
 
-    def step_of(operands: tuple, noted: list[tuple], result: Any) -> Step | None:
-        """Return the `Step` that was computed; None unless it is one function, of the operands or of casts of them."""
+    def operation_of(operands: tuple, noted: list[tuple], result: Any) -> Operation | None:
+        """Return the `Operation` that was computed; None unless it is one function, of the operands or of casts of them."""
         tensors = [*filter(is_tensor, operands)]
         functions = [each for each in noted if each[0] is not unchanged]
         were_cast = {id(handle) for function, handle, *_ in noted if function is unchanged}
@@ -265,27 +265,27 @@ def compute_with_numpy_what_is_known(interpreter: Any) -> None:
             for operand, handle in zip(operands, handles)
         ]
         properties = result.type, result.dtype, result.shape, result.numel
-        step = Step(function, inputs, result.handle.dtype, properties)
-        again, data = compute(step, operands).handle.data, result.handle.data
+        operation = Operation(function, inputs, result.handle.dtype, properties)
+        again, data = compute(operation, operands).handle.data, result.handle.data
         is_same = (again.dtype, again.shape, again.tobytes()) == (data.dtype, data.shape, data.tobytes())
-        return step if is_same else None
+        return operation if is_same else None
 
-    def compute(step: Step, operands: tuple) -> Any:
+    def compute(operation: Operation, operands: tuple) -> Any:
         arrays = []
-        for operand, (dtype, array) in zip(operands, step.inputs):
+        for operand, (dtype, array) in zip(operands, operation.inputs):
             if array is None:
                 array = operand.handle.data
                 if array.dtype is not dtype:
                     array = array.astype(dtype)
             arrays.append(array)
         result, handle = make(core.tensor), make(interpreter.TensorHandle)
-        handle.data, handle.dtype, handle.attr = step.function(*arrays), step.dtype, {}
-        result.handle, result.type, result.dtype, result.shape, result.numel = handle, *step.properties
+        handle.data, handle.dtype, handle.attr = operation.function(*arrays), operation.dtype, {}
+        result.handle, result.type, result.dtype, result.shape, result.numel = handle, *operation.properties
         return result
 
     def learn(name: str) -> None:
         operate_by_triton = getattr(semantic, name)
-        steps: dict[tuple, Step | None] = {}
+        operations: dict[tuple, Operation | None] = {}
 
         def operate(*operands: Any, **last: Any) -> Any:
             nonlocal noted
@@ -293,16 +293,16 @@ def compute_with_numpy_what_is_known(interpreter: Any) -> None:
             key = tuple([kind_of(operand) for operand in operands])
             if noted is not None:  # this is a part of the operation that is watched
                 return operate_by_triton(*operands)
-            if key not in steps:
+            if key not in operations:
                 noted = []
                 try:
                     result = operate_by_triton(*operands)
-                    steps[key] = step_of(operands, noted, result)
+                    operations[key] = operation_of(operands, noted, result)
                 finally:
                     noted = None
                 return result
-            step = steps[key]
-            return operate_by_triton(*operands) if step is None else compute(step, operands)
+            operation = operations[key]
+            return operate_by_triton(*operands) if operation is None else compute(operation, operands)
 
         setattr(semantic, name, operate)
 

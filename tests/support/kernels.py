@@ -143,7 +143,7 @@ def sizes_of(batch: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Steps:
+class PlannedCall:
     """The launches of a call, to be made one by one; `parts` is the workspace between them, `output` what they write."""
 
     def __init__(self, kind: str, batch: Case, **options: Any) -> None:
@@ -170,7 +170,7 @@ class Steps:
         )
         return with_numbers(found, self.values)
 
-    def run(self, *launches: Launch) -> "Steps":
+    def run(self, *launches: Launch) -> "PlannedCall":
         """Make launches, of this call or others with its arguments."""
         run(launches, {**self.tensors, **self.parts}, self.numbers, self.plan)
         return self

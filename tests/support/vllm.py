@@ -14,7 +14,7 @@ from specdecode.integrations.vllm import DraftVerification, TokenSampling
 from specdecode.integrations.vllm.compat import PARALLEL
 from specdecode.integrations.vllm.grammars import KeptGrammars
 from specdecode.integrations.vllm.sampling import SlotValues
-from specdecode.integrations.vllm.steps import Step
+from specdecode.integrations.vllm.steps import StepInputs
 
 METHODS = ["probabilistic", "block", "strict"]
 LEFT = object()
@@ -301,7 +301,7 @@ def step(drafts, logits, slots, positions):
 def step_of_rows(row_slots, slots, slots_np, positions, fed, offsets):
     """The part of a step that masks depend on; the rest is empty."""
     none = fed[:0]
-    return Step(none, None, fed, positions, none, slots, slots_np, row_slots, offsets, slots_np, fed)
+    return StepInputs(none, None, fed, positions, none, slots, slots_np, row_slots, offsets, slots_np, fed)
 
 
 def emitted(token_ids, num_tokens):

@@ -15,7 +15,7 @@ from specdecode import Adjustments
 from specdecode.adjustments import WORD
 from specdecode.integrations.vllm.compat import unknown_attributes
 from specdecode.integrations.vllm.grammars import StepGrammar
-from specdecode.integrations.vllm.steps import Step
+from specdecode.integrations.vllm.steps import StepInputs
 
 
 class Known:
@@ -83,7 +83,7 @@ class Known:
             self.mask_memory = torch.empty(num_rows, -(-self.vocab_size // WORD), dtype=torch.int32, device=device)
         return self.mask_memory[:num_rows]
 
-    def limited_tokens(self, step: Step, grammar: StepGrammar | None = None) -> Tensor:
+    def limited_tokens(self, step: StepInputs, grammar: StepGrammar | None = None) -> Tensor:
         """Return the masks of a step's rows, [num_rows, words]."""
         masking: Any = importlib.import_module("specdecode.integrations.vllm.masking")  # which needs Triton
         if self.limits is None:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from specdecode import adjustments
 from specdecode.integrations.vllm.grammars import StepGrammar
-from specdecode.integrations.vllm.steps import Step
+from specdecode.integrations.vllm.steps import StepInputs
 
 WORD = tl.constexpr(adjustments.WORD)
 TILE = tl.constexpr(1024)
 """Words that are written at once."""
-LANES = tl.constexpr(128)
+BLOCK_N = tl.constexpr(128)
 """Tokens, or words of text, that are looked at at once."""
 VALUES = tl.constexpr(7)
 """The numbers of a slot: of allowed tokens and of stop tokens, the least length, whether stop tokens are restored; of bad
@@ -101,8 +101,8 @@ def text_at(text, places, wanted):
 def ends_with(text, length, ids_ptr, count):
     """Return whether the first `length` tokens of a text end with the first `count` ids of a list."""
     mismatch = (length < count).to(tl.int32)
-    for first in range(0, count, LANES):
-        lanes = first + tl.arange(0, LANES)
+    for first in range(0, count, BLOCK_N):
+        lanes = first + tl.arange(0, BLOCK_N)
         wanted = (lanes < count) & (length >= count)
         ids = tl.load(ids_ptr + lanes, mask=wanted, other=-1)
         differs = wanted & (ids != text_at(text, length - count + lanes, wanted))
@@ -133,8 +133,8 @@ def forced_token(text, length, slot, budget, thinking):
 def grammar_of(slot, offset, grammar, num_masks, mask_stride):
     """Return the index of a row's mask, -1 for none."""
     found = tl.full([], -1, tl.int32)
-    for first in range(0, num_masks, LANES):
-        lanes = first + tl.arange(0, LANES)
+    for first in range(0, num_masks, BLOCK_N):
+        lanes = first + tl.arange(0, BLOCK_N)
         mapping = tl.load(grammar.mapping + lanes, mask=lanes < num_masks, other=-1)
         request = mapping // mask_stride
         slots = tl.load(grammar.requests + request, mask=mapping >= 0, other=-1)
@@ -169,8 +169,8 @@ def begin(words_ptr, allowed_ptr, num_allowed, masks_ptr, width, forced, VOCAB_S
         tl.store(words_ptr + places, words, mask=rest > 0)
     tl.debug_barrier()
     if (forced < 0) & (num_allowed > 0):
-        for first in range(0, num_allowed, LANES):
-            lanes = first + tl.arange(0, LANES)
+        for first in range(0, num_allowed, BLOCK_N):
+            lanes = first + tl.arange(0, BLOCK_N)
             ids = tl.load(allowed_ptr + lanes, mask=lanes < num_allowed, other=-1)
             places = ids // WORD
             masks = tl.load(masks_ptr + places, mask=(ids >= 0) & (places < width), other=-1)
@@ -192,8 +192,8 @@ def is_empty(words_ptr, VOCAB_SIZE: tl.constexpr):
 @triton.jit
 def forbid_bad_words(words_ptr, text, length, num_output, tokens_ptr, starts_ptr, num_words, VOCAB_SIZE: tl.constexpr):
     """Clear the last token of each bad word whose others a text ends with, not counting the prompt."""
-    for first in range(0, num_words, LANES):
-        lanes = first + tl.arange(0, LANES)
+    for first in range(0, num_words, BLOCK_N):
+        lanes = first + tl.arange(0, BLOCK_N)
         is_word = lanes < num_words
         start = tl.load(starts_ptr + lanes, mask=is_word, other=0)
         last = tl.load(starts_ptr + lanes + 1, mask=is_word, other=0) - 1
@@ -230,8 +230,8 @@ def mask_rows_kernel(
     begin(words_ptr, allowed_ptr, num_allowed, masks_ptr, width, forced, VOCAB_SIZE)
     if forced < 0:
         if (num_stops > 0) & (tl.load(rows.positions + row) + 1 < min_length):
-            for first in range(0, num_stops, LANES):
-                lanes = first + tl.arange(0, LANES)
+            for first in range(0, num_stops, BLOCK_N):
+                lanes = first + tl.arange(0, BLOCK_N)
                 stops = tl.load(limits.stops + slot * limits.stops_stride + lanes, mask=lanes < num_stops, other=-1)
                 change_bits(words_ptr, stops, False, VOCAB_SIZE)
             if restores != 0:
@@ -246,7 +246,12 @@ def mask_rows_kernel(
 
 
 def mask_rows(
-    words: Tensor, step: Step, limits: Limits, thinking: Thinking | None, grammar: StepGrammar | None, vocab_size: int
+    words: Tensor,
+    step: StepInputs,
+    limits: Limits,
+    thinking: Thinking | None,
+    grammar: StepGrammar | None,
+    vocab_size: int,
 ) -> None:
     """Write the words of a step's rows.
 

@@ -39,7 +39,7 @@ class AdvisedRunner:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, with vLLM's arguments."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        group, reports = group_of(self.sampler), getattr(self.rejection_sampler, "report", None) is not None
+        group, reports = group_of(self.sampler), getattr(self.rejection_sampler, "metrics", None) is not None
         # Without this method of the model vLLM gathers in spite of the flag.
         can_shard = hasattr(self.model, "compute_logits_local")
         if reports and can_shard and group is not None and group.world_size > 1:

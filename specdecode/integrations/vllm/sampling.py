@@ -17,7 +17,7 @@ from specdecode.integrations.engine import warm_up
 from specdecode.integrations.vllm.adjusting import Known, known_processors
 from specdecode.integrations.vllm.compat import group_of, logger
 from specdecode.integrations.vllm.grammars import StepGrammar, apply_grammar
-from specdecode.integrations.vllm.steps import Requests, Step
+from specdecode.integrations.vllm.steps import Requests, StepInputs
 
 PROCESSORS, TRUNCATES, LOGPROBS, ADJUSTS, UNLISTED, WIDE, MASKS = 1, 2, 4, 8, 16, 32, 64
 """The needs of a request, in bits.
@@ -178,7 +178,7 @@ class TokenSampling:
             self.copies = SlotValues(*values)
         return self.copies
 
-    def sampling_of(self, needs: int, step: Step) -> dict[str, Any]:
+    def sampling_of(self, needs: int, step: StepInputs) -> dict[str, Any]:
         """Return the arguments for sampling from raw logits, by slot: truncation and adjustments."""
         return (self.truncated() if needs & TRUNCATES else self.whole()) | self.adjusted(needs, step)
 
@@ -195,7 +195,7 @@ class TokenSampling:
         """Return the sampling arguments for logits that vLLM has divided by the temperature and truncated."""
         return {"temperature": (self.slot_values().temperature != 0).to(torch.float32)}
 
-    def adjusted(self, needs: int, step: Step) -> dict[str, Any]:
+    def adjusted(self, needs: int, step: StepInputs) -> dict[str, Any]:
         """Return the adjustments of a step's rows: masks, all penalties and biases, both, or nothing."""
         known: Any = self.known
         grammar, mask = self.grammar, None
@@ -218,7 +218,7 @@ class TokenSampling:
         return [*logprobs, *kept, *[one | more for one in logprobs for more in kept]]
 
     def compile_kernels(
-        self, verifier: RejectionSampler, as_call: Callable[[dict[str, Any]], dict[str, Any]], step: Step
+        self, verifier: RejectionSampler, as_call: Callable[[dict[str, Any]], dict[str, Any]], step: StepInputs
     ) -> tuple[str | None, str | None]:
         """Compile the kernels of steps like one: truncated or not, with adjustments or not, with all listings.
 
@@ -278,7 +278,7 @@ class TokenSampling:
             given = logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos
             return super().sample(*given, seq_lens_upper_bound_np, return_logprobs)  # type: ignore[misc, no-any-return]
         starts, lengths = torch.arange(len(logits) + 1, device=logits.device), seq_lens_upper_bound_np
-        step = Step(logits, None, input_ids, pos, starts, *slots, expanded_local_pos, lengths, input_ids)
+        step = StepInputs(logits, None, input_ids, pos, starts, *slots, expanded_local_pos, lengths, input_ids)
         needs = self.needs_in(idx_mapping_np)
         if self.why_processed(needs & ~LOGPROBS | LOGPROBS * return_logprobs) is None:
             sampling = self.sampling_of(needs, step)
@@ -314,7 +314,7 @@ def why_not_by_kernels(verifier: RejectionSampler, call: dict[str, Any]) -> str 
     return None if logits.is_cpu else backends.obstacle(logits.device)
 
 
-def few_with_processors(step: Step, needs: np.ndarray, starts: np.ndarray | None) -> Requests | None:
+def few_with_processors(step: StepInputs, needs: np.ndarray, starts: np.ndarray | None) -> Requests | None:
     """Return the requests of a step that need vLLM's copy of logits, if they are few and the host knows all rows.
 
     Args:

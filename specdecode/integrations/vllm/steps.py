@@ -36,7 +36,7 @@ class Requests(NamedTuple):
         return cls._make([*torch.split(values, [len(part) for part in parts]), indices])
 
 
-class Step(NamedTuple):
+class StepInputs(NamedTuple):
     """The arguments of vLLM's `_verify`; also the context that its logits processors take."""
 
     logits: Tensor  # [num_rows, vocab] in the model's dtype; grammar masks are applied, or kept by the sampler
@@ -63,7 +63,7 @@ class Step(NamedTuple):
         """The kind of the step, see `kind_of`."""
         return kind_of(self.logits, self.draft_logits)
 
-    def part(self, requests: Requests) -> "Step":
+    def part(self, requests: Requests) -> "StepInputs":
         """Return the step of some requests; draft logits stay by slot."""
         indices, rows, row_starts, on_host = requests
         return self._replace(
@@ -74,7 +74,7 @@ class Step(NamedTuple):
             seq_lens_upper_bound_np=self.seq_lens_upper_bound_np[on_host],
         )
 
-    def without_rows(self) -> "Step":
+    def without_rows(self) -> "StepInputs":
         """Return an empty step with tensors of the same types."""
         of_requests = "idx_mapping", "idx_mapping_np", "seq_lens_upper_bound_np"
         return self._replace(**{name: getattr(self, name)[:0] for name in (*OF_ROWS, *of_requests)})

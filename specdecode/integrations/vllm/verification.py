@@ -24,7 +24,7 @@ from torch import Tensor
 
 import specdecode
 from specdecode import RejectionSampler, SamplerOutput, Sampling
-from specdecode.integrations.engine import Fallbacks, Report, first_integers, log_interval, verify
+from specdecode.integrations.engine import Fallbacks, StepMetrics, first_integers, log_interval, verify
 from specdecode.integrations.vllm.compat import (
     INTERVAL,
     RUN_WITH,
@@ -37,7 +37,7 @@ from specdecode.integrations.vllm.compat import (
 from specdecode.integrations.vllm.grammars import apply_grammar
 from specdecode.integrations.vllm.listing import ListedRows
 from specdecode.integrations.vllm.sampling import LOGPROBS, TRUNCATES, TokenSampling, few_with_processors
-from specdecode.integrations.vllm.steps import Requests, Step, kind_of
+from specdecode.integrations.vllm.steps import Requests, StepInputs, kind_of
 
 LEFT_TO_VLLM = "vLLM verifies such a step, by its own method and noise"
 PREPARED = "vLLM prepares a copy of the logits for such a step, and 'strict' verifies that"
@@ -56,7 +56,7 @@ class DraftVerification(ListedRows):
     """The reason to leave all steps to vLLM if it has unknown names."""
 
     fallbacks: Fallbacks
-    report: Report | None = None
+    metrics: StepMetrics | None = None
     """None: another rank reports the same steps."""
 
     host_starts: np.ndarray | None = None
@@ -84,7 +84,7 @@ class DraftVerification(ListedRows):
         if group is None or group.rank_in_group == 0:  # other ranks would report the same steps
             is_prepared = self.verifier.method == "strict" and self.other_rule() is None
             how = "of them from logits that vLLM prepared" if is_prepared else "left to vLLM"
-            self.report = Report(self.fallbacks, log_interval(INTERVAL), how, NO_FINITE_LOGIT)
+            self.metrics = StepMetrics(self.fallbacks, log_interval(INTERVAL), how, NO_FINITE_LOGIT)
             self.log_start()
 
     def log_start(self) -> None:
@@ -133,7 +133,7 @@ class DraftVerification(ListedRows):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Verify one step, with vLLM's arguments, see `Step`, and results.
+        """Verify one step, with vLLM's arguments, see `StepInputs`, and results.
 
         Returns:
             The logits that log-probabilities are computed from; [batch, num_draft_tokens + 1] int64 token ids; [batch]
@@ -141,7 +141,7 @@ class DraftVerification(ListedRows):
         """
         rows = logits, draft_logits, draft_sampled, pos, cu_num_logits
         mappings = idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos
-        given = Step(*rows, *mappings, seq_lens_upper_bound_np, verify_draft_sampled)
+        given = StepInputs(*rows, *mappings, seq_lens_upper_bound_np, verify_draft_sampled)
         is_strict, self.listed = self.verifier.method == "strict", None
         if (rule := self.other_rule()) is not None:
             return self.leave(rule, given)
@@ -231,15 +231,15 @@ class DraftVerification(ListedRows):
         limit = self.kinds.get(kind, (None, None))[bool(needs & TRUNCATES)]
         return None if limit is None else f"rows that the kernels do not take ({limit})"
 
-    def leave(self, reason: str, given: Step) -> tuple[Tensor, Tensor, Tensor]:
+    def leave(self, reason: str, given: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Let vLLM verify a step by its own method, and count it."""
         self.fallbacks.add(reason, LEFT_TO_VLLM)
         apply_grammar(self.sampler)
-        if self.report is not None:
-            self.report.tick()
+        if self.metrics is not None:
+            self.metrics.tick()
         return super()._verify(*given)  # type: ignore[misc, no-any-return]
 
-    def processed(self, reason: str, step: Step) -> Step:
+    def processed(self, reason: str, step: StepInputs) -> StepInputs:
         """Return a step with logits that vLLM has processed, and count it."""
         self.fallbacks.add(reason, PREPARED)
         apply_grammar(self.sampler)
@@ -247,7 +247,7 @@ class DraftVerification(ListedRows):
         self.compile_once(step)
         return step
 
-    def as_call(self, step: Step, sampling: dict[str, Any]) -> dict[str, Any]:
+    def as_call(self, step: StepInputs, sampling: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the sampler's `packed` for a step whose requests sample like this."""
         vocab, draft_logits = step.logits.shape[-1], step.draft_logits
         call = sampling | {
@@ -270,10 +270,10 @@ class DraftVerification(ListedRows):
                 call["draft_vocab_ids"] = first_integers(draft_vocab, step.logits.device)
         return call
 
-    def as_result(self, step: Step, output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
+    def as_result(self, step: StepInputs, output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
         """Return an output as `_verify` does, and count the step."""
-        if self.report is not None:
-            self.report.verified(output)
+        if self.metrics is not None:
+            self.metrics.verified(output)
         return step.logits, output.token_ids, output.num_tokens
 
     # ---- Calls
@@ -288,7 +288,7 @@ class DraftVerification(ListedRows):
         """Kinds of calls whose arguments have been checked."""
         return set()
 
-    def compile_once(self, step: Step) -> None:
+    def compile_once(self, step: StepInputs) -> None:
         """Compile all kernels of a kind at its first step, which vLLM's own warm-up makes."""
         if step.kind not in self.kinds:
             as_call = functools.partial(self.as_call, step)
@@ -300,7 +300,7 @@ class DraftVerification(ListedRows):
         adjusts = [each is None for each in call.get("adjustments", ())]
         return verify(self.verifier, call, (kind, *optional, *adjusts), self.checked)
 
-    def verify_processed(self, step: Step, few: Requests) -> SamplerOutput:
+    def verify_processed(self, step: StepInputs, few: Requests) -> SamplerOutput:
         """Return the output of some requests of a step, from logits that vLLM processes."""
         part, values = step.part(few), self.sampler.slot_values()
         part, slots = part._replace(logits=part.processed(self.sampler)), part.idx_mapping

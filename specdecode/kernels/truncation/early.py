@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.distribution import add_both
-from specdecode.kernels.first_rejected import post_acceptance
+from specdecode.kernels.first_rejected import publish_acceptance
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.probabilistic import acceptance_terms, accepts, is_possible
 from specdecode.kernels.request import load_draft_limits, load_limits
@@ -112,5 +112,5 @@ def may_accept(context, noise, inputs, workspace, sizes):
                 is_sure = tl.full([], False, tl.int1)
         is_sure &= log_ratio + log_draft_kept >= ERROR
     if is_sure & (terms.p.row_max > -INFINITY):  # an empty row still has to be marked in the output
-        post_acceptance(workspace.state_ptr, context, sizes)
+        publish_acceptance(workspace.state_ptr, context, sizes)
     return accepted, normalizer_of(terms.p), context.token

@@ -190,9 +190,9 @@ def row_to_cut(index, inputs, sizes):
 
 
 @triton.jit
-def is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, POSTED: tl.constexpr):
+def is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, PUBLISHED: tl.constexpr):
     """Return whether a row that was read is to be truncated: not if it does not matter, or nothing truncates it."""
-    if POSTED:
+    if PUBLISHED:
         is_read &= offset <= load_first_rejected(workspace.state_ptr, request, sizes)
         if workspace.logprobs_ptr is None:  # log-probabilities are after truncation
             is_read &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
@@ -224,7 +224,7 @@ def truncate_kernel(inputs, workspace, sizes, config):
     row = whole_target_row_at(request, offset, inputs, sizes)
     await_launch(config.OVERLAPS)
     admit_next_launch(config.OVERLAPS)
-    is_truncated = is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, config.POSTED)
+    is_truncated = is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, config.PUBLISHED)
     logit, token = -INFINITY, tl.full([], LAST_TOKEN, tl.int32)
     if inputs.drafts.cutoff_ptr is not None:
         if of_draft & is_truncated:

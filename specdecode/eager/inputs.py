@@ -11,7 +11,7 @@ from specdecode.noise import Domain
 from specdecode.synthetic import AcceptanceSchedule
 
 
-class Steps:
+class Inputs:
     """A batch with a tensor for each option that may be one number for all requests."""
 
     def __init__(self, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:

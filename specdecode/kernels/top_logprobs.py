@@ -83,18 +83,18 @@ def next_in_order(row, block_max, last, sizes):
 
 
 @triton.jit
-def report_likeliest(row, p, block_max, temperature, index, report, sizes):
+def store_top_logprobs(row, p, block_max, temperature, index, lists, sizes):
     """Write the likeliest tokens of a row and their log-probabilities."""
     normalizer, last = normalizer_of(p), tl.full([], NO_ORDER, tl.int64)
-    for rank in range(report.num_top):
+    for rank in range(lists.num_top):
         token, value = tl.where(rank == 0, p.point_mass_token, -1), tl.where(rank == 0, 0.0, -INFINITY)
         if p.point_mass_token < 0:
             last, block_max = next_in_order(row, block_max, last, sizes)
             logit, token = token_in_order(last)
             value = logprob(logit, token, normalizer, temperature)
             token, value = tl.where(last > NO_TOKEN, token, -1), tl.where(last > NO_TOKEN, value, -INFINITY)
-        tl.store(report.top_ids_ptr + index * report.num_top + rank, token.to(tl.int64))
-        tl.store(report.top_logprobs_ptr + index * report.num_top + rank, value)
+        tl.store(lists.top_ids_ptr + index * lists.num_top + rank, token.to(tl.int64))
+        tl.store(lists.top_logprobs_ptr + index * lists.num_top + rank, value)
 
 
 @triton.jit
@@ -116,9 +116,9 @@ def list_kept(row, block_max, ids_ptr, sizes):
 
 
 @triton.jit
-def report_kept(row, p, block_max, index, workspace, report, sizes):
+def store_kept_set(row, p, block_max, index, workspace, lists, sizes):
     """Write the number of kept tokens of a row, their ids, and the last one."""
-    ids_ptr = report.kept_ids_ptr + index * MOST_KEPT
+    ids_ptr = lists.kept_ids_ptr + index * MOST_KEPT
     num_listed = list_kept(row, block_max, ids_ptr, sizes)  # none of a point mass
     tl.debug_barrier()  # if they are too many, other threads write -1 where some are listed
     entries, start = tl.arange(0, MOST_KEPT), tl.where(num_listed <= MOST_KEPT, num_listed, 0)
@@ -127,47 +127,47 @@ def report_kept(row, p, block_max, index, workspace, report, sizes):
     if workspace.cutoffs_ptr is not None:
         token = tl.load(workspace.cutoffs_ptr + index * 2 + 1).to(tl.int32, bitcast=True)
         cutoff = tl.where(token != LAST_TOKEN, token, cutoff)
-    tl.store(report.num_kept_ptr + index, tl.where(p.point_mass_token < 0, num_listed, 1))
-    tl.store(report.cutoff_ptr + index, cutoff.to(tl.int64))
+    tl.store(lists.num_kept_ptr + index, tl.where(p.point_mass_token < 0, num_listed, 1))
+    tl.store(lists.cutoff_ptr + index, cutoff.to(tl.int64))
 
 
 @triton.jit
-def report_nothing(index, report):
+def store_padding(index, lists):
     """Write what stands behind a request's last token."""
-    if report.top_ids_ptr is not None:
+    if lists.top_ids_ptr is not None:
         ranks = tl.arange(0, TOP_LANES)
-        there = index * report.num_top + ranks
-        tl.store(report.top_ids_ptr + there, tl.full([TOP_LANES], -1, tl.int64), mask=ranks < report.num_top)
+        there = index * lists.num_top + ranks
+        tl.store(lists.top_ids_ptr + there, tl.full([TOP_LANES], -1, tl.int64), mask=ranks < lists.num_top)
         nothing = tl.full([TOP_LANES], float("nan"), tl.float32)
-        tl.store(report.top_logprobs_ptr + there, nothing, mask=ranks < report.num_top)
-    if report.num_kept_ptr is not None:
-        tl.store(report.kept_ids_ptr + index * MOST_KEPT + tl.arange(0, MOST_KEPT), tl.full([MOST_KEPT], -1, tl.int32))
-        tl.store(report.num_kept_ptr + index, 0)
-        tl.store(report.cutoff_ptr + index, tl.full([], -1, tl.int64))
+        tl.store(lists.top_logprobs_ptr + there, nothing, mask=ranks < lists.num_top)
+    if lists.num_kept_ptr is not None:
+        tl.store(lists.kept_ids_ptr + index * MOST_KEPT + tl.arange(0, MOST_KEPT), tl.full([MOST_KEPT], -1, tl.int32))
+        tl.store(lists.num_kept_ptr + index, 0)
+        tl.store(lists.cutoff_ptr + index, tl.full([], -1, tl.int64))
 
 
 @triton.jit
-def report_kernel(inputs, outputs, workspace, sizes, report):
+def top_logprobs_kernel(inputs, outputs, workspace, sizes, lists):
     """Report on one row."""
     IS_RAW: tl.constexpr = workspace.raw_statistics_ptr is not None
     request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     temperature = load_temperature(inputs.requests, request)
     context = RowContext(request, offset, -1, None, temperature)
     index = row_index(request, offset, False, sizes)
-    await_launch(report.OVERLAPS)
+    await_launch(lists.OVERLAPS)
     if tl.load(outputs.token_ids_ptr + index) >= 0:
-        if report.num_kept_ptr is not None or not IS_RAW:
+        if lists.num_kept_ptr is not None or not IS_RAW:
             row = target_row_at(context, inputs, workspace, sizes)
             statistics = load_target_statistics(context, workspace, sizes)
             p, block_max = distribution_of(row, statistics, temperature, sizes)
-            if report.num_kept_ptr is not None:
-                report_kept(row, p, block_max, index, workspace, report, sizes)
-            if report.top_ids_ptr is not None and not IS_RAW:
-                report_likeliest(row, p, block_max, temperature, index, report, sizes)
-        if report.top_ids_ptr is not None and IS_RAW:
+            if lists.num_kept_ptr is not None:
+                store_kept_set(row, p, block_max, index, workspace, lists, sizes)
+            if lists.top_ids_ptr is not None and not IS_RAW:
+                store_top_logprobs(row, p, block_max, temperature, index, lists, sizes)
+        if lists.top_ids_ptr is not None and IS_RAW:
             raw_row, one = stored_target_row_at(context.request, context.offset, inputs), tl.full([], 1.0, tl.float32)
             raw = raw_statistics_of(context, inputs, workspace, sizes)
             raw_p, raw_max = distribution_of(raw_row, raw, one, sizes)
-            report_likeliest(raw_row, raw_p, raw_max, one, index, report, sizes)
+            store_top_logprobs(raw_row, raw_p, raw_max, one, index, lists, sizes)
     else:
-        report_nothing(index, report)
+        store_padding(index, lists)

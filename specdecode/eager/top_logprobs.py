@@ -10,16 +10,16 @@ from torch import Tensor
 
 from specdecode.batch import MOST_KEPT, SamplerOutput, VerificationBatch
 from specdecode.eager.greedy import argmax
+from specdecode.eager.inputs import Inputs
 from specdecode.eager.selection import Compute, Rows, block_sums, by_kind, exp_scaled, point_masses
-from specdecode.eager.steps import Steps
 from specdecode.eager.truncation import RowSampling, read
 
 
-def with_report(steps: Steps, raw_logits: Any, output: SamplerOutput, batch: VerificationBatch) -> SamplerOutput:
+def with_lists(inputs: Inputs, raw_logits: Any, output: SamplerOutput, batch: VerificationBatch) -> SamplerOutput:
     """Return the output with what else is asked for of the rows of its tokens.
 
     Args:
-        steps: the batch.
+        inputs: the batch.
         raw_logits: [batch, num_draft_tokens + 1, vocab] the target's, not adjusted.
         output: what the step decided.
         batch: says what is asked for.
@@ -27,13 +27,13 @@ def with_report(steps: Steps, raw_logits: Any, output: SamplerOutput, batch: Ver
     is_behind = output.token_ids < 0
     if batch.top_logprobs > 0:
         is_raw = batch.logprobs == "raw"
-        token_ids, logprobs = top_logprobs(steps, raw_logits if is_raw else None, batch.top_logprobs)
+        token_ids, logprobs = top_logprobs(inputs, raw_logits if is_raw else None, batch.top_logprobs)
         output = output._replace(
             top_token_ids=token_ids.masked_fill(is_behind[..., None], -1),
             top_logprobs=logprobs.masked_fill(is_behind[..., None], torch.nan),
         )
     if batch.kept_sets:
-        num_kept, token_ids, cutoff = kept_sets(steps)
+        num_kept, token_ids, cutoff = kept_sets(inputs)
         output = output._replace(
             num_kept=num_kept.masked_fill(is_behind, 0),
             kept_token_ids=token_ids.masked_fill(is_behind[..., None], -1),
@@ -42,11 +42,11 @@ def with_report(steps: Steps, raw_logits: Any, output: SamplerOutput, batch: Ver
     return output
 
 
-def top_logprobs(steps: Steps, raw_logits: Any | None, count: int) -> tuple[Tensor, Tensor]:
+def top_logprobs(inputs: Inputs, raw_logits: Any | None, count: int) -> tuple[Tensor, Tensor]:
     """Return the likeliest tokens of each row, and their log-probabilities.
 
     Args:
-        steps: the batch.
+        inputs: the batch.
         raw_logits: [batch, num_draft_tokens + 1, vocab] if they are of these at temperature 1, untruncated; else None.
         count: how many.
 
@@ -61,10 +61,10 @@ def top_logprobs(steps: Steps, raw_logits: Any | None, count: int) -> tuple[Tens
         token_ids = alone(argmax(logits)[0], count)
         return token_ids, torch.zeros_like(token_ids, dtype=torch.float32).masked_fill_(token_ids < 0, -torch.inf)
 
-    return of_all_rows(steps, raw_logits, of_rows, of_point_mass)
+    return of_all_rows(inputs, raw_logits, of_rows, of_point_mass)
 
 
-def kept_sets(steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
+def kept_sets(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Return the number of kept tokens of each row, their ids, and the last kept id.
 
     Returns:
@@ -80,13 +80,13 @@ def kept_sets(steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
         token_ids = argmax(logits)[0]
         return torch.ones_like(token_ids, dtype=torch.int32), alone(token_ids, MOST_KEPT).to(torch.int32), token_ids
 
-    return of_all_rows(steps, None, of_rows, of_point_mass)
+    return of_all_rows(inputs, None, of_rows, of_point_mass)
 
 
-def of_all_rows(steps: Steps, raw_logits: Any | None, of_rows: Compute, of_point_mass: Compute) -> tuple[Any, ...]:
+def of_all_rows(inputs: Inputs, raw_logits: Any | None, of_rows: Compute, of_point_mass: Compute) -> tuple[Any, ...]:
     """Apply `of_rows` to all rows, and `of_point_mass` to the rows of greedy requests."""
-    sampling = steps.sampling if raw_logits is None else RowSampling(torch.ones_like(steps.temperature))
-    logits, greedy = (steps.target_logits, steps.greedy) if raw_logits is None else (raw_logits, False)
+    sampling = inputs.sampling if raw_logits is None else RowSampling(torch.ones_like(inputs.temperature))
+    logits, greedy = (inputs.target_logits, inputs.greedy) if raw_logits is None else (raw_logits, False)
     return by_kind(greedy, of_rows, of_point_mass, logits.shape[1:].numel(), logits, sampling.at(slice(None), None))
 
 
