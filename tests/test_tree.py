@@ -776,10 +776,13 @@ def adjusted_texts() -> None:
 
 
 MUTANTS = [
-    Mutant("a token of the parent's row", oracle.verify_tree, "request.target(node)", "request.target(max(0, parents[node]))",
+    Mutant("a token of the parent's row", oracle.verify_tree, "request.target(node)",
+           "request.target(max(0, parents[node]))",
            texts),
-    Mutant("a token of the last node's row", oracle.verify_tree, "request.target(node)", "request.target(len(rows) - 1)", texts),
-    Mutant("noise of the node, not its position", oracle.verify_tree, "request.draw(depth, ", "request.draw(node, ", texts),
+    Mutant("a token of the last node's row", oracle.verify_tree, "request.target(node)",
+           "request.target(len(rows) - 1)", texts),
+    Mutant("noise of the node, not its position", oracle.verify_tree, "request.draw(depth, ", "request.draw(node, ",
+           texts),
     Mutant("drafts before the row not counted", oracle.adjusted_path, "drafts[:i]", "[]", adjusted_texts),
     Mutant("the draft that the row judges counted", oracle.adjusted_path, "drafts[:i]", "drafts[: i + 1]", adjusted_rows),
     Mutant("the token of node 0 counted again", oracle.verify_tree, "path[1:]", "path", adjusted_texts),

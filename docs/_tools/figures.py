@@ -112,8 +112,8 @@ def launches_figure() -> str:
         40 + len(LAUNCHES) * 74 - 26,
         "The launches of a step",
         "A launch that reads leaves statistics for a launch that emits. In a large batch the first one decides too, and "
-        "publishes the first rejected row of each request. Block verification has three launches between them: one computes ratios, one "
-        "decides about most drafts, one sums the residuals that decide about the rest.",
+        "publishes the first rejected row of each request. Block verification has three launches between them: one "
+        "computes ratios, one decides about most drafts, one sums the residuals that decide about the rest.",
     )
 
 
