@@ -1,14 +1,14 @@
-"""The oracle: every method on raw logits, with every option, the real noise, and how close each decision was.
+"""The oracle: every method on raw logits, with every option, the real noise, and the margin of each decision.
 
 The PyTorch and the Triton version are compared with it, token for token. It is put together from the other modules, which
 have the algorithms on probabilities and their proofs; read those first. [`sampling`][reference.sampling] turns a row of
-logits into a distribution, in logarithms, and draws from it. Here is the rest of what the algorithms leave out.
+logits into a distribution, in logarithms, and draws from it. This module adds the rest:
 
 - *Noise*: each random number belongs to a seed, a position and a use, see [`philox`][reference.philox].
 - *Logarithms*: u <= p(x) / q(x) is decided as log u <= log p(x) - log q(x).
 - *Temperature 0* is greedy in every method; only synthetic verification keeps its schedule.
-- *Adjustments*: each target row is adjusted first, see [`adjustments`][reference.adjustments]; in float32 if rows have no
-  more digits than that, as in the other versions, so that adjusted logits are the same numbers there.
+- *Adjustments*: each target row is adjusted first, see [`adjustments`][reference.adjustments]. This is done in float32
+  for rows of float32 or less, so that adjusted logits are the same numbers as in the other versions.
 - *Ragged drafts*: the first id that is not a token ends a request's drafts.
 - *Margins*: the margin of a step is the smallest margin of its decisions. An implementation whose score differences all
   have smaller errors must return the same tokens.
@@ -38,10 +38,10 @@ from reference.truncation import token_order
 
 
 class Outcome(NamedTuple):
-    """What one verification step returns for one request."""
+    """The result of one verification step for one request."""
 
     token_ids: list[int]
-    """Accepted drafts, then the one recovered or bonus token."""
+    """Accepted drafts, then one recovered or bonus token."""
 
     margin: float
     """How far the closest decision of the step was from the opposite decision, in nats."""
@@ -72,7 +72,7 @@ def accepts(log_uniform: float, target_logprob: float, draft_logprob: float) -> 
 def accepts_block(log_uniform: float, log_ratio: float, next_row=None) -> Choice:
     """Decide whether to accept i drafts: log eta_i <= log h_i.
 
-    The margin is how far log c_i can move before the decision changes.
+    The margin is the change of log c_i that changes the decision.
 
     Args:
         log_uniform: log eta_i.
@@ -175,7 +175,7 @@ def leading_drafts(draft_token_ids, vocab_size: int) -> list[int]:
 
 
 def adjusted_rows(target_logits, drafts, adjustments: Adjustments) -> list:
-    """Return target rows, each adjusted for the text with the drafts before it.
+    """Return the target rows, each adjusted for the text and the drafts before it.
 
     >>> adjusted_rows(np.zeros((2, 2), np.float32), [1], Adjustments(presence_penalty=1.0))[1].tolist()
     [0.0, -1.0]
@@ -276,7 +276,7 @@ def verify(
         seed: the request's seed.
         position: absolute position of the first draft token.
         conditional_rates: [num_draft_tokens] a_i, of synthetic verification.
-        adjustments: what the request adds to the target's rows; None: nothing.
+        adjustments: the request's changes of the target's rows; None: no changes.
 
     >>> target, draft = np.log([[0.9, 0.1], [0.5, 0.5]]), np.log([[0.5, 0.5]])
     >>> verify("probabilistic", target, [0], draft, seed=1).token_ids  # 0.9 / 0.5 > 1: always accepted
@@ -315,7 +315,7 @@ class TreeOutcome(NamedTuple):
     """The accepted nodes."""
 
     num_draft_tokens: int
-    """The depth of the tree, padding left out, at most `max_depth`."""
+    """The depth of the tree without padding, at most `max_depth`."""
 
     margin: float
     """How far the closest decision of the step was from the opposite decision, in nats."""
@@ -330,7 +330,7 @@ class TreeOutcome(NamedTuple):
 
 
 def without_invalid(token_ids, parents, vocab_size: int) -> list[int]:
-    """Return the parents, -1 for nodes whose id is no token: these nodes and their descendants are padding.
+    """Return the parents, with -1 for nodes whose id is not a token: these nodes and their descendants become padding.
 
     >>> without_invalid([7, 4, -1, 9], [-1, 0, 0, 2], vocab_size=5)
     [-1, 0, -1, -1]
@@ -339,7 +339,7 @@ def without_invalid(token_ids, parents, vocab_size: int) -> list[int]:
 
 
 def adjusted_path(target_logits, token_ids, nodes, adjustments: Adjustments) -> list:
-    """Return the rows of node 0 and of the nodes of a path, each adjusted for the text with the drafts before it.
+    """Return the rows of node 0 and of the nodes of a path, each adjusted for the text and the drafts before it.
 
     The mask has one row per node. Node 0 is part of the text, so its token is counted there already.
 
@@ -375,16 +375,11 @@ def verify_tree(
     Args:
         target_logits: [nodes, vocab] raw logits; row n is the row after node n.
         token_ids: [nodes] ids; the id of node 0 is ignored.
-        parents: [nodes], in any order. A node is padding if its parent is no node, its id is no token, or if its parents
-            do not lead to node 0.
-        max_depth: the most drafts that may be accepted.
-        temperature: 0 is greedy.
-        top_k: see [`truncation`][reference.truncation].
-        top_p: see `top_k`.
-        min_p: see `top_k`.
-        seed: the request's seed.
+        parents: [nodes], in any order. A node is padding if its parent is not a node, its id is not a token, or its
+        ancestors do not include node 0. max_depth: the most drafts that may be accepted. temperature: 0 is greedy. top_k:
+        see [`truncation`][reference.truncation]. top_p: see `top_k`. min_p: see `top_k`. seed: the request's seed.
         position: absolute position of the first token after node 0. A node at depth d has its token at position + d - 1.
-        adjustments: what the request adds to the target's rows; its mask has a row for each node. None: nothing.
+        adjustments: the request's changes of the target's rows; the mask has a row for each node. None: no changes.
 
     >>> target = np.log([[0.6, 0.4], [0.5, 0.5], [0.5, 0.5]])
     >>> plain = [select(target[node], seed=1, position=10 + depth).index for depth, node in enumerate([0, 2])]
@@ -435,8 +430,9 @@ def draft_siblings(
 ) -> Siblings:
     """Draw a node's children with the noise of the target's own token, see [`siblings`][reference.tree.siblings].
 
-    At temperature 0 they are the tokens with the largest logits. This is the limit of small temperatures: temperature times
-    lag tends to the largest logit less the token's. The first is the draft that the drafter draws alone.
+    At temperature 0 they are the tokens with the largest logits. This is the limit of small temperatures: temperature
+    times lag tends to the largest logit minus the token's. The first sibling is the token that a drafter of one token
+    draws.
 
     >>> row = np.log([0.1, 0.2, 0.3, 0.4])
     >>> draft_siblings(row, 3, seed=5).token_ids[0] == select(row, seed=5, position=0).index

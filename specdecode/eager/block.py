@@ -34,7 +34,7 @@ def residual_mass(
         sampling: [...] or broadcastable to it, how the target samples.
         draft_sampling: [...] or broadcastable to it, how drafts were drawn.
         log_running_ratio: [...] log c, <= 0.
-        greedy: [...] bool or broadcastable to it, whether the request is greedy; None if none is.
+        greedy: [...] bool or broadcastable to it, whether the request is greedy; None if no request is.
     """
     rows, _ = read((target, draft), (sampling, draft_sampling))
     comparison, _ = compare(point_masses(rows, greedy), sampling.temperature)
@@ -43,12 +43,12 @@ def residual_mass(
 
 
 def acceptance_probability(log_running_ratio: Tensor, mass: Tensor) -> Tensor:
-    """Return h = A / (A + 1 - c), of log c < 0."""
+    """Return h = A / (A + 1 - c), for log c < 0."""
     return mass / (mass - log_running_ratio.expm1())
 
 
 def probabilities(inputs: Inputs, log_running_ratio: Tensor, log_ratio: Tensor) -> Tensor:
-    """Return h of all numbers of drafts but the last, given log c, and log(p(x) / q(x)) of the drafts that follow them."""
+    """Return h_i of all i < K, given log c_i, and log(p(x) / q(x)) of the next draft."""
     if inputs.draft_logits is None:  # A = c (1 - p(x)) of the draft x at that row
         return acceptance_probability(log_running_ratio, log_running_ratio.exp() * -log_ratio.expm1())
 
@@ -85,7 +85,7 @@ def longest_accepted(inputs: Inputs, log_running_ratios: Tensor, log_ratios: Ten
 
 
 def verify(inputs: Inputs) -> SamplerOutput:
-    """Accept the longest block of drafts that passes its test; then emit a recovered or a bonus token."""
+    """Accept the longest block of drafts that passes its test; then emit a recovered or bonus token."""
     ratios, is_empty = log_ratios(inputs)
     running = [torch.zeros_like(inputs.temperature)]
     for offset in range(inputs.num_draft_tokens):

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens in PyTorch, of the distribution sampled from or of softmax(logits)."""
+"""Log-probabilities of emitted tokens in PyTorch, under the sampled distribution or under softmax(logits)."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from specdecode.eager.truncation import RowSampling
 
 
 def emitted_logprobs(inputs: Inputs, raw_logits: Any, token_ids: Tensor, of: Logprobs) -> Tensor:
-    """Return the log-probability of each emitted token, NaN behind the last.
+    """Return the log-probability of each emitted token, NaN after the last.
 
     Args:
         inputs: the batch.
-        raw_logits: [batch, num_draft_tokens + 1, vocab] the target's, not adjusted.
-        token_ids: [batch, num_draft_tokens + 1] int64, -1 behind the last token.
+        raw_logits: [batch, num_draft_tokens + 1, vocab] target logits, not adjusted.
+        token_ids: [batch, num_draft_tokens + 1] int64, -1 after the last token.
         of: `"processed"` or `"raw"`.
 
     Returns:

@@ -17,7 +17,7 @@ from specdecode.eager.truncation import RowSampling, read
 
 
 def logprob(logit: Tensor, row_max: Tensor, temperature: Tensor, sums: Tensor, is_first: Tensor | None) -> Tensor:
-    """Return (l - max) / T - log of the sum; the point mass's value where an infinite maximum makes that NaN."""
+    """Return (l - max) / T - log(sum); where an infinite maximum makes it NaN, the log-probability of the point mass."""
     result = (logit - row_max) / temperature - sums.log()
     return result if is_first is None else torch.where(result.isnan(), is_first.log(), result)
 
@@ -25,10 +25,10 @@ def logprob(logit: Tensor, row_max: Tensor, temperature: Tensor, sums: Tensor, i
 def logprobs(
     models: tuple[Tensor, ...], token_ids: Tensor, samplings: tuple[RowSampling, ...], greedy: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return each model's log-probability of one token per row, and whether a target row has no finite logit.
+    """Return the log-probability of one token per row for each model, and whether the target row has no finite logit.
 
     Args:
-        models: [..., vocab] raw logits of the target, and of the draft if it is to be read.
+        models: [..., vocab] raw logits of the target, and of the draft if it is needed.
         token_ids: [...] int64.
         samplings: [...] or broadcastable to it, of each model.
         greedy: [...] bool or broadcastable to it, None if no row is greedy.
@@ -51,7 +51,7 @@ def logprobs(
 
 
 def logprob_difference(target_logprob: Tensor, draft_logprob: Tensor) -> Tensor:
-    """Return log(p(x) / q(x)) of both logarithms, -inf where p(x) or q(x) is 0."""
+    """Return log(p(x) / q(x)), given both logarithms; -inf where p(x) or q(x) is 0."""
     difference = target_logprob - draft_logprob
     return difference.nan_to_num_(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
@@ -64,7 +64,7 @@ def log_ratio(
     draft_sampling: RowSampling,
     greedy: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log(p(x) / q(x)) of each row's draft x, -inf where either is 0, and whether the target row is empty.
+    """Return log(p(x) / q(x)) of each row's draft x, -inf where p(x) or q(x) is 0, and whether the target row is empty.
 
     For a deterministic drafter and for greedy requests q(x) = 1.
     """
@@ -110,8 +110,8 @@ def recover(
     positions: Tensor,
     greedy: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw tokens from max(0, c p - q), or from p where c is infinite, at some requests' offsets and positions."""
-    # After all drafts there is no draft row: take the last one, which an infinite c makes irrelevant.
+    """Draw tokens from max(0, c p - q), or from p where c is infinite, at one offset of each request."""
+    # After all drafts there is no draft row: take the last row, which an infinite c makes irrelevant.
     at_draft = requests, offsets.clamp(max=inputs.num_draft_tokens - 1)
     draft = None if inputs.draft_logits is None else rows_at(inputs.draft_logits, *at_draft)
     target, token_ids = rows_at(inputs.target_logits, requests, offsets), None
@@ -122,7 +122,7 @@ def recover(
 
 
 def emit(inputs: Inputs, num_accepted: Tensor, log_running_ratio: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Draw the token after each request's accepted drafts: recovered where one was rejected, else bonus.
+    """Draw the token after each request's accepted drafts: a recovered token after a rejection, otherwise a bonus token.
 
     A bonus token is a recovered token with an infinite c. So a GPU draws all tokens in one way; the CPU reads no draft row
     for a bonus token.
@@ -163,11 +163,11 @@ def emit(inputs: Inputs, num_accepted: Tensor, log_running_ratio: Tensor | None 
 
 
 def verify(inputs: Inputs, scheduled: Tensor | None = None) -> SamplerOutput:
-    """Accept drafts by likelihood ratio up to the first rejection; then emit a recovered or a bonus token.
+    """Accept drafts by likelihood ratio up to the first rejection; then emit a recovered or bonus token.
 
     Args:
         inputs: the batch.
-        scheduled: [batch, num_draft_tokens] which drafts to accept instead, or None.
+        scheduled: [batch, num_draft_tokens] bool, scheduled accept decisions that replace the computed ones, or None.
     """
     ratios, is_empty = log_ratios(inputs)
     accepted = accepts(inputs.log_uniforms(), ratios) if scheduled is None else scheduled

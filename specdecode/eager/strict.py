@@ -19,19 +19,20 @@ def sample(
     greedy: Tensor | bool,
     domains: tuple[int, int] = SELECT,
 ) -> tuple[Tensor, ...]:
-    """Draw one token per row: the argmax for greedy requests, else from softmax(logits / temperature), truncated.
+    """Draw one token per row: the argmax for greedy requests, otherwise from softmax(logits / temperature), truncated.
 
     Args:
         logits: [requests, ..., vocab] any float.
-        sampling: [requests, ...] or what broadcasts to it.
-        seeds: [requests, ...] or what broadcasts to it, int64.
+        sampling: [requests, ...] or broadcastable to it.
+        seeds: [requests, ...] int64 or broadcastable to it.
         positions: [requests, ...] int64.
-        greedy: [requests] bool, or one for all.
+        greedy: [requests] bool, or one bool for all.
         domains: of the noise.
 
     Returns:
-        [requests, ...] each: int64 token ids; logsumexp(logits / temperature) of what is kept, 0 for greedy requests, which
-        have no softmax; bool, whether the row has no finite logit; and if rows are truncated, int64 the last token kept.
+        [requests, ...] each: int64 token ids; logsumexp(logits / temperature) of the kept tokens, 0 for greedy requests,
+        which have no softmax; bool, whether the row has no finite logit; and, if rows are truncated, int64 the last kept
+        token.
     """
 
     def draw(
@@ -65,7 +66,7 @@ def verify(inputs: Inputs, scheduled: Tensor | None = None) -> SamplerOutput:
 
     Args:
         inputs: the batch.
-        scheduled: [batch, num_draft_tokens] which drafts to accept instead, or None.
+        scheduled: [batch, num_draft_tokens] bool, scheduled accept decisions that replace the computed ones, or None.
     """
     token_ids, _, is_empty, *_ = sample(
         inputs.target_logits,

@@ -8,10 +8,10 @@ from specdecode.eager.inputs import Inputs
 
 
 def verify(inputs: Inputs) -> SamplerOutput:
-    """Accept the draft at offset i with probability `conditional_rates[i]`; emit what the real method would.
+    """Accept the draft at offset i with probability `conditional_rates[i]`; emit the tokens as the real method does.
 
-    The real method is probabilistic, or strict if there are no draft logits. Its accept decisions are computed and not used:
-    a load test must cost what serving costs.
+    The real method is probabilistic, or strict if there are no draft logits. Its accept decisions are computed and not
+    used: a load test must cost as much as serving.
     """
     uniforms = inputs.uniforms()
     scheduled = torch.zeros_like(uniforms, dtype=torch.bool)

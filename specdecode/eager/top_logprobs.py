@@ -1,6 +1,6 @@
-"""What is asked for of the rows of emitted tokens in PyTorch: their likeliest tokens, and which are kept of them.
+"""Lists for the rows of emitted tokens in PyTorch: their likeliest tokens, and their kept sets.
 
-Both are of the row as tokens are drawn from it, adjusted and truncated; the likeliest tokens also of the raw row.
+Both use the row that tokens are drawn from, adjusted and truncated; the likeliest tokens can also use the raw row.
 """
 
 from typing import Any
@@ -16,13 +16,13 @@ from specdecode.eager.truncation import RowSampling, read
 
 
 def with_lists(inputs: Inputs, raw_logits: Any, output: SamplerOutput, batch: VerificationBatch) -> SamplerOutput:
-    """Return the output with what else is asked for of the rows of its tokens.
+    """Return the output with the requested lists for the rows of its tokens.
 
     Args:
         inputs: the batch.
-        raw_logits: [batch, num_draft_tokens + 1, vocab] the target's, not adjusted.
-        output: what the step decided.
-        batch: says what is asked for.
+        raw_logits: [batch, num_draft_tokens + 1, vocab] target logits, not adjusted.
+        output: the output without lists.
+        batch: defines which lists are requested.
     """
     is_behind = output.token_ids < 0
     if batch.top_logprobs > 0:
@@ -47,11 +47,11 @@ def top_logprobs(inputs: Inputs, raw_logits: Any | None, count: int) -> tuple[Te
 
     Args:
         inputs: the batch.
-        raw_logits: [batch, num_draft_tokens + 1, vocab] if they are of these at temperature 1, untruncated; else None.
-        count: how many.
+        raw_logits: [batch, num_draft_tokens + 1, vocab] for the raw rows, at temperature 1, untruncated; None for the
+        sampled rows. count: the number of tokens.
 
     Returns:
-        [batch, num_draft_tokens + 1, count] int64 and float32; -1 and -inf where there are no more.
+        [batch, num_draft_tokens + 1, count] int64 and float32; -1 and -inf after the last possible token.
     """
 
     def of_rows(logits: Tensor, sampling: RowSampling, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ def kept_sets(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         [batch, num_draft_tokens + 1] int32; [batch, num_draft_tokens + 1, MOST_KEPT] int32; [batch, num_draft_tokens + 1]
-        int64, -1 where nothing truncates a row.
+        int64, -1 for rows that are not truncated.
     """
 
     def of_rows(logits: Tensor, sampling: RowSampling, greedy: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,21 +118,21 @@ def likeliest(rows: Rows, temperature: Tensor, count: int) -> tuple[Tensor, Tens
     sums = block_sums(exp_scaled(logits, row_max, temperature)).sum(dim=-1, keepdim=True)
     is_none = values == -torch.inf
     logprobs = ((values - row_max) / temperature - sums.log()).to(torch.float32)
-    more = 0, count - values.shape[-1]  # than there are tokens
+    more = 0, count - values.shape[-1]  # entries than tokens
     token_ids = torch.nn.functional.pad(token_ids.masked_fill(is_none, -1), more, value=-1)
     return token_ids, torch.nn.functional.pad(logprobs, more, value=-torch.inf)
 
 
 def listed(is_kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of kept tokens, [...] int32, and their ids, [..., MOST_KEPT] int32: no ids if they do not fit."""
+    """Return the number of kept tokens, [...] int32, and their ids, [..., MOST_KEPT] int32; no ids if they do not fit."""
     ids = torch.arange(is_kept.shape[-1], dtype=torch.int32, device=is_kept.device)
     num_kept = is_kept.sum(dim=-1)
     is_listed = is_kept & (num_kept <= MOST_KEPT)[..., None]
-    entries = (is_kept.cumsum(dim=-1) - 1).where(is_listed, MOST_KEPT)  # one more entry collects the rest
+    entries = (is_kept.cumsum(dim=-1) - 1).where(is_listed, MOST_KEPT)  # one more entry collects all other tokens
     token_ids = ids.new_full((*is_kept.shape[:-1], MOST_KEPT + 1), -1)
     return num_kept.to(torch.int32), token_ids.scatter_(-1, entries, ids.expand_as(entries))[..., :MOST_KEPT]
 
 
 def alone(token_ids: Tensor, count: int) -> Tensor:
-    """Return lists of so many entries that have one token each, [..., count] int64, given [...] int64."""
+    """Return lists with one token, padded with -1, [..., count] int64, given token ids [...] int64."""
     return torch.nn.functional.pad(token_ids[..., None], (0, count - 1), value=-1)

@@ -21,11 +21,11 @@ from specdecode.noise import SELECT
 
 NOTHING = {"logprobs": torch.nan, "top_token_ids": -1, "top_logprobs": torch.nan}
 NOTHING |= {"num_kept": 0, "kept_token_ids": -1, "kept_cutoff": -1}
-"""The value of each list behind the last token of a request."""
+"""The padding of each list after the last token of a request."""
 
 
 class Walk(NamedTuple):
-    """The state of a walk, which each round changes."""
+    """The state of a walk; each round updates it."""
 
     parents: Tensor  # [batch, nodes] int64, -1 for node 0 and for nodes that cannot be followed
     first_row: Tensor  # [batch] int64, the row of node 0
@@ -34,7 +34,7 @@ class Walk(NamedTuple):
     nodes: Tensor  # [batch, max_depth] int32, -1 where nothing is accepted
     num_accepted: Tensor  # [batch] int32
     num_draft_tokens: Tensor  # [batch] int32, the depth of the tree
-    invalid: Tensor  # [batch] bool, whether a row that a token came from had no finite logit
+    invalid: Tensor  # [batch] bool, whether the row of an emitted token had no finite logit
 
 
 def start(batch: TreeBatch) -> Walk:
@@ -79,7 +79,7 @@ def advance(batch: TreeBatch, walk: Walk, output: SamplerOutput, depth: int) -> 
         return
     node = walk.nodes[:, depth - 1, None] if depth > 0 else torch.zeros_like(walk.row)[:, None]
     is_next = (walk.parents == node) & (batch.token_ids == emitted[:, None]) & is_walking[:, None]
-    is_found, child = is_next.max(dim=1)  # the first of equal values
+    is_found, child = is_next.max(dim=1)  # the first of equal nodes
     walk.nodes[:, depth] = child.where(is_found, -1)
     walk.num_accepted.add_(is_found)
     walk.row.copy_(torch.where(is_found, walk.first_row + child, -1))
@@ -108,7 +108,7 @@ def output_of(walk: Walk, lists: dict[str, Tensor | None]) -> TreeOutput:
 
 
 def columns(name: str, rounds: list[SamplerOutput], token_ids: Tensor) -> Tensor | None:
-    """Return a list of all rounds, [batch, max_depth + 1, ...], or None if it was not asked for."""
+    """Return a list of all rounds, [batch, max_depth + 1, ...], or None if it was not requested."""
     each: list[Tensor] = [getattr(output, name) for output in rounds]
     if each[0] is None:
         return None
@@ -121,9 +121,10 @@ def columns(name: str, rounds: list[SamplerOutput], token_ids: Tensor) -> Tensor
 
 @torch.no_grad()
 def siblings(batch: RowBatch, width: int) -> Tensor:
-    """Draw the children of a node from each row, [batch, width] int64, likeliest to be the target's own token first.
+    """Draw the children of a node from each row, [batch, width] int64, ordered by how likely each is the target's own
+    token.
 
-    They are the tokens with the smallest lags of the race that draws the target's own token, -1 where fewer are possible.
+    They are the tokens with the smallest lags in the race that draws the target's own token; -1 if fewer are possible.
     For greedy requests they are the tokens with the largest logits.
     """
     temperature, greedy = row_temperature(batch.temperature, batch.logits)
@@ -148,10 +149,11 @@ def siblings(batch: RowBatch, width: int) -> Tensor:
 
 
 def race_order(weights: Tensor, seeds: Tensor, positions: Tensor, width: int) -> Tensor:
-    """Return the first tokens of the two-level race of [rows, padded vocab] weights, by their lags, [rows, width] int64.
+    """Return the `width` tokens with the smallest lags in the two-level race of weights [rows, padded vocab], [rows,
+    width] int64.
 
-    The lag of a token is log t_b - log t_best + log t_v - log t_first, with the times t = E / w of its block, of the first
-    block, of the token itself and of the first token of its block. Only the first `width` blocks can matter.
+    The lag of a token is log t_b - log t_best + log t_v - log t_first. The times t = E / w are of its block, of the first
+    block, of the token itself, and of the first token of its block. Only the first `width` blocks can matter.
     """
     sums = block_sums(weights)
     num_blocks, size = sums.shape[1], weights.shape[1] // sums.shape[1]
@@ -173,7 +175,9 @@ def race_order(weights: Tensor, seeds: Tensor, positions: Tensor, width: int) ->
 
 
 def likeliest(logits: Tensor, width: int) -> Tensor:
-    """Return the tokens with the largest logits, [rows, width] int64, -1 where fewer are finite; 0 of a row without any."""
+    """Return the tokens with the largest logits, [rows, width] int64; -1 if fewer are finite; token 0 first if none
+    is.
+    """
     values = logits.to(torch.promote_types(logits.dtype, torch.float32)).nan_to_num(
         nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf
     )

@@ -236,5 +236,6 @@ def rarely(FUNCTION: tl.constexpr, row, arguments, sizes):
 @triton.jit(noinline=True)
 def apart(FUNCTION: tl.constexpr, row, arguments, sizes):
     """Call a function with an adjusted row and return its result; the row is passed without its drafts, which are a
-    tensor."""
+    tensor.
+    """
     return FUNCTION(with_drafts(row, sizes), *arguments, sizes)

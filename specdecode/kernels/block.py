@@ -207,7 +207,8 @@ def load_residual(terms_ptr, log_c):
 @triton.jit
 def sum_kernel(inputs, workspace, sizes, config):
     """Sum `BLOCKS` blocks of a listed residual, or of several residuals in turn if there are fewer programs than
-    residuals."""
+    residuals.
+    """
     admit_next_launch(config.OVERLAPS)
     await_launch(config.OVERLAPS)
     chunks = tl.cdiv(sizes.num_blocks, config.BLOCKS)

@@ -63,7 +63,8 @@ def take_top(keys, config):
 @triton.jit
 def ranked(scores, blocks):
     """Return scores >= 0 packed into int64 with their blocks in the low bits: of equal scores the first block's is
-    largest."""
+    largest.
+    """
     return (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (blocks ^ LAST_BLOCK)
 
 

@@ -59,7 +59,8 @@ def target_distribution(context, inputs, workspace, sizes):
 @triton.jit
 def combine_both(statistics, draft_statistics, row, draft_row, has_draft, temperature, sizes):
     """Return the distributions of a target and a draft row in the time of one; without a draft the second is
-    undefined."""
+    undefined.
+    """
     row_max, draft_max = tl.reduce((statistics[0], draft_statistics[0]), 0, larger_of_both)
     block_sums = relative_sums(row_max, statistics, temperature)
     draft_sums = relative_sums(draft_max, draft_statistics, temperature)

@@ -1,10 +1,11 @@
-"""The launch that draws siblings: the children of a node, likeliest to be the target's own token first.
+"""The launch that draws siblings: the children of a node, ordered by how likely each is the target's own token.
 
     lag of token v in block b  =  log S_best - log S_b + log s_first - log s_v,     S_b = W_b / E(b),  s_v = w(v) / E'(v)
 
-S and s are the scores by which `selection` draws one token, the token with lag 0. The siblings are the `WIDTH` tokens with
-the smallest lags. They lie in the `WIDTH` best blocks, since the first token of a block has the lag of its block. The block
-of rank i, from 0, holds at most `WIDTH` - i of them, because the first tokens of i blocks come before its own.
+S and s are the scores by which `selection` draws one token, the token with lag 0. The siblings are the `WIDTH` tokens
+with the smallest lags. They lie in the `WIDTH` best blocks, since the first token of a block has the lag of its block.
+The block of rank i, counted from 0, holds at most `WIDTH` - i siblings, because the first tokens of i other blocks come
+before its first token.
 
 A program has one row. It reads the row's statistics, 8 bytes for each block of 1,024, and `WIDTH` blocks of logits again.
 Siblings of a greedy request are the tokens with the largest logits.
@@ -23,12 +24,14 @@ from specdecode.kernels.top_logprobs import NO_TOKEN, next_in_order
 from specdecode.kernels.truncation.narrow import NO_ORDER, token_in_order
 from specdecode.kernels.values import INFINITY, RowContext
 
-MOST_CANDIDATES = tl.constexpr(64)  # of 8 siblings 36
+MOST_CANDIDATES = tl.constexpr(64)  # 36 for 8 siblings
 
 
 @triton.jit
 def candidates_of(context, row, p, noise, token_domain, WIDTH: tl.constexpr):
-    """Return the lags and the ids of the first tokens of the best blocks, [MOST_CANDIDATES] each; infinity for none."""
+    """Return the lags and ids of the first tokens of the best blocks, [MOST_CANDIDATES] each; the lag is infinity for
+    none.
+    """
     slots, lanes = tl.arange(0, MOST_CANDIDATES), tl.arange(0, BLOCK_SIZE)
     lags, ids = tl.full([MOST_CANDIDATES], INFINITY, tl.float32), tl.full([MOST_CANDIDATES], -1, tl.int32)
     scores, blocks = block_scores(p.block_sums, noise.exponentials), tl.arange(0, noise.exponentials.shape[0])
@@ -55,10 +58,10 @@ def candidates_of(context, row, p, noise, token_domain, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_race(context, row, p, noise, drawn, siblings_ptr, token_domain, WIDTH: tl.constexpr):
-    """Store the siblings of a row that is no point mass, the drawn token first."""
+    """Store the siblings of a row that is not a point mass, the drawn token first."""
     lags, ids = candidates_of(context, row, p, noise, token_domain, WIDTH)
     lags = tl.where(ids == drawn, INFINITY, lags)
-    tl.store(siblings_ptr, drawn)  # whatever rounding does to its lag
+    tl.store(siblings_ptr, drawn)  # even if its lag is rounded
     for nth in range(1, WIDTH):
         least = tl.min(lags, 0)
         token = tl.min(tl.where(lags == least, ids, 2**31 - 1), 0)

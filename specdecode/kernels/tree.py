@@ -1,7 +1,7 @@
-"""Trees on a GPU: the walk of `eager.tree`, with two small kernels beside the steps that draw tokens.
+"""Trees on a GPU: the walk of `eager.tree`, with two small kernels in addition to the steps that draw tokens.
 
-In rounds, each request reads the row of its current node alone: a `strict` step of one row a request, then a launch that
-goes to the child. For few nodes all rows are read at once, in one step, and one launch walks: fewer launches, more bytes.
+In rounds, each request reads only the row of its current node: a `strict` step of one row per request, then a launch that
+moves to the child. Small trees are read at once, in one step, and one launch walks: fewer launches, more bytes.
 """
 
 import functools
@@ -18,9 +18,9 @@ from specdecode.kernels.call import verify
 from specdecode.kernels.launch import compile_ahead
 
 LOGITS_A_ROUND = 10_000_000
-"""All rows are read at once if they have at most so many logits for each round that this saves."""
+"""All rows are read at once if they have at most this many logits for each saved round."""
 
-BLOCK = 256  # nodes that are searched at once for a child
+BLOCK = 256  # nodes that one iteration searches for a child
 
 
 SIZES = ["num_rows", "num_slots", "num_nodes", "vocab_size", "max_depth", "most", "tree_stride", "id_stride", "stride"]
@@ -128,7 +128,9 @@ def start(batch: TreeBatch, depths: Tensor) -> Walk:
 
 
 def advance(batch: TreeBatch, walk: Walk, output: SamplerOutput, depth: int, last_depth: int | None = None) -> None:
-    """Go to the child with the token that a round emitted; with `last_depth` on to the end, given tokens of all nodes."""
+    """Move to the child with the token that a round emitted; with `last_depth` walk to the end, given tokens of all
+    nodes.
+    """
     requests, num_nodes = batch.token_ids.shape
     by_node = last_depth is not None
     if requests == 0:
@@ -145,14 +147,14 @@ def reads_all_at_once(batch: TreeBatch) -> bool:
     """Return whether one step over all rows takes less time than a round for each depth."""
     rows = batch.rows
     has_lists = rows.logprobs is not None or rows.has_lists
-    penalizes = rows.adjustments is not None and rows.adjustments.penalizes  # counts depend on the path
+    penalizes = rows.adjustments is not None and rows.adjustments.penalizes  # output counts depend on the path
     return not (has_lists or penalizes) and batch.token_ids.numel() * rows.target_logits.shape[1] <= (
         LOGITS_A_ROUND * (batch.num_rounds - 1)
     )
 
 
 def all_nodes(batch: TreeBatch, walk: Walk, depths: Tensor) -> VerificationBatch:
-    """Return the step that draws the target's own token at every node, each node a request, padding without a row."""
+    """Return the batch that draws the target's own token at every node: each node is a request, padding has no row."""
     requests, num_nodes = batch.token_ids.shape
     rows, packing = batch.rows, batch.packing
     nodes = torch.arange(num_nodes, device=depths.device)
@@ -173,7 +175,7 @@ def all_nodes(batch: TreeBatch, walk: Walk, depths: Tensor) -> VerificationBatch
 
 
 def with_contiguous_nodes(batch: TreeBatch) -> TreeBatch:
-    """Return the batch with token ids, parents, row starts and slots that lie densely in memory."""
+    """Return the batch with contiguous token ids, parents, row starts and slots."""
     ids, parents = (each if each.stride(-1) == 1 else each.contiguous() for each in (batch.token_ids, batch.parents))
     row_starts, slots = batch.packing.row_starts, batch.packing.slots
     slots = None if slots is None else slots.contiguous()
@@ -182,7 +184,7 @@ def with_contiguous_nodes(batch: TreeBatch) -> TreeBatch:
 
 
 def warm_up_tree(batch: TreeBatch) -> None:
-    """Compile the kernels that draw tokens for trees with arguments like these, whatever their sizes."""
+    """Compile the kernels that draw tokens for trees with arguments like these, for any sizes."""
     batch = with_contiguous_nodes(batch)
     depths = torch.empty(batch.token_ids.shape, dtype=torch.int64, device=batch.token_ids.device)
     with torch.cuda.device_of(depths):
