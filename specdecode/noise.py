@@ -16,7 +16,7 @@ draft agree most often.
 
 
 class Domain(IntEnum):
-    """What a number is for: the last word of its Philox counter."""
+    """The use of a random number: the last word of its Philox counter."""
 
     ACCEPT = 0
     SELECT_BLOCK = 1

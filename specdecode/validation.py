@@ -1,8 +1,8 @@
-"""An opt-in check of values: probabilities where logits are wanted, which a sampler takes for logits without an error.
+"""An opt-in check of values: probabilities passed as logits, which otherwise raise no error.
 
-Probabilities p differ by less than 1, so softmax(p / T) is nearly flat: the text becomes noise, and nothing else says why.
-A row of probabilities has no negative number and sums to 1, as hardly any row of logits does. Log-probabilities are no
-mistake: softmax(log p) is p.
+Probabilities p differ by less than 1, so softmax(p / T) is nearly flat, and the text becomes noise without an error. A
+row of probabilities has no negative number and sums to 1, unlike almost every row of logits. Log-probabilities are
+correct logits: softmax(log p) is p.
 """
 
 from typing import Literal
@@ -16,14 +16,15 @@ from specdecode.eager.packed import IndexedRows, unpack
 from specdecode.sharding import VocabShard, all_gather
 
 Validate = Literal["values"]
-"""What is checked of logits beside their type, shape and device."""
+"""The checks of logits in addition to type, shape and device."""
 
 TOLERANCE = 0.01
-"""How far from 1 rounded probabilities may sum: at most 1/256 in bfloat16, and 1/128 in float16 of 262,144 tokens."""
+"""The largest deviation from 1 of a sum of rounded probabilities: 1/256 in bfloat16, and 1/128 in float16 of 262,144
+tokens."""
 
 
 def check_step(batch: VerificationBatch, shard: VocabShard | None) -> None:
-    """Raise if target logits or draft logits are probabilities in all rows that a step may look at.
+    """Raise if target logits or draft logits are probabilities in all rows that a step may read.
 
     Raises:
         ValueError: they are, or a CUDA graph is being captured.
@@ -32,7 +33,7 @@ def check_step(batch: VerificationBatch, shard: VocabShard | None) -> None:
     packing, has_rows = batch.packing, None
     if packing is not None:
         batch, has_rows = unpack(batch, packing)
-    ids = torch.nn.functional.pad(batch.draft_token_ids, (1, 0))  # before the first draft, 0: its row is looked at
+    ids = torch.nn.functional.pad(batch.draft_token_ids, (1, 0))  # 0 before the first draft: the first row is read
     matters = ((ids >= 0) & (ids < vocab)).cumprod(dim=1).bool()
     if has_rows is not None:
         matters &= has_rows[:, None]
@@ -64,8 +65,8 @@ def refuse_probabilities(name: str, logits: Tensor | IndexedRows, matters: Tenso
     Args:
         name: of the argument.
         logits: [..., vocab], of this rank.
-        matters: [...] bool, which rows matter.
-        shard: which part of the vocabulary the logits are; None: all of it.
+        matters: [...] bool, whether the row matters.
+        shard: the part of the vocabulary that the logits cover; None: the whole vocabulary.
     """
     refuse_capture(matters.device)
     sums, least = sums_and_minima(logits, shard)
@@ -78,7 +79,7 @@ def refuse_probabilities(name: str, logits: Tensor | IndexedRows, matters: Tenso
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raise while a CUDA graph is captured: nothing can be waited for then."""
+    """Raise while a CUDA graph is captured, when waiting is impossible."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         expected = "None while a CUDA graph is captured, because the check waits for the device"
         raise ValueError(f"validate: expected {expected}, got 'values'")

@@ -1,7 +1,7 @@
 """Drawings that explain, as a fence.
 
-`step` is one verification step, `launches` what a step launches, `schedule` the order in which rows are read, `packed` where
-the rows and the state of requests are, `shards` a step on two ranks, `level` which tokens may be the last one kept.
+`step` is one verification step, `launches` the launches of a step, `schedule` the order in which rows are read, `packed`
+the rows and slots of requests, `shards` a step on two ranks, `level` the candidates for the last kept token.
 """
 
 import itertools
@@ -218,7 +218,7 @@ def schedule_frame(
 
 
 def packed_figure() -> str:
-    """Draw a packed call of three requests: whose each row is, and which slot holds each one's state."""
+    """Draw a packed call of three requests: the request of each row, and the slot of each request."""
     row_starts, slots, num_slots = [0, 4, 5, 8], [3, 0, 4], 5
     left, top, pitch, height = 1, 58, 44.5, 30
     starts = ", ".join(map(str, row_starts))
@@ -252,7 +252,7 @@ def packed_figure() -> str:
 
 
 def timeline_figure() -> str:
-    """Draw the same time spent with and without drafts. A draft is drawn a tenth as long as a call of the target."""
+    """Draw equal times with and without drafts. A draft is a tenth as long as a call of the target."""
     left, call, height = 1, 89, 40
     parts = [text(left, 14, "one token for each call of the target: 4 tokens", "label", "start")]
     for i, word in enumerate(["sat", "on", "the", "mat"]):
@@ -286,7 +286,9 @@ def timeline_figure() -> str:
 
 
 def runs_figure() -> str:
-    """Draw ten drafts as often as q says, what becomes of each, and that the emitted tokens are as frequent as p says."""
+    """Draw ten drafts with the frequencies of q, the outcome of each, and the emitted tokens with the frequencies of
+    p.
+    """
     words = ["the", "a", "my"]
     p, q, runs = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6]), 10
     accepted = [runs * q[i] * acceptance_probability(p[i], q[i]) for i in range(3)]
@@ -323,7 +325,7 @@ def runs_figure() -> str:
 
 
 def count_words(found: list[str], words: list[str]) -> str:
-    """Say how often each word was found."""
+    """Return the count of each word as text."""
     return ", ".join(f"{found.count(word)} “{word}”" for word in words if word in found)
 
 
@@ -366,7 +368,7 @@ def greedy_figure() -> str:
 
 
 def race_figure() -> str:
-    """Draw two draws of the same exponential numbers: one where target and draft select one token, one where they differ."""
+    """Draw two races: one where target and draft select the same token, one where they differ."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
     left, right, top, pitch, panel, seed = 92, 344, 46, 40, 160, 0
     parts, told = [], []
@@ -414,12 +416,14 @@ RACES = (30, 53)
 
 
 def numbers(values: Any) -> str:
-    """Say some numbers."""
+    """Return numbers as text."""
     return ", ".join(f"{value:.2f}" for value in values)
 
 
 def strict_step_figure() -> str:
-    """Draw one step of strict verification: noise of each position drives the draft and the target's own sample."""
+    """Draw one step of strict verification: the noise of each position determines the draft and the target's own
+    sample.
+    """
     drafts, samples = ["sat", "on", "my"], ["sat", "on", "the"]
     left, pitch, width = 64, 74, 66
     parts = []
@@ -531,12 +535,12 @@ BLOCK_PAIR = ((Fraction(2, 5), Fraction(3, 5)), (Fraction(4, 5), Fraction(1, 5))
 
 
 class DraftPath(NamedTuple):
-    """Drafts, and what becomes of them."""
+    """A path of drafts, and its acceptance probabilities."""
 
     drafts: tuple[int, ...]
-    proposed: Fraction  # how often these drafts are proposed
+    proposed: Fraction  # the probability that these drafts are proposed
     by_token: Fraction  # the probability that all are accepted, given them: by token verification
-    by_block: Fraction  # and by block verification: the running ratio
+    by_block: Fraction  # the same by block verification: the running ratio
 
 
 def draft_paths(length: int) -> list[DraftPath]:
@@ -562,7 +566,7 @@ def short(value: Fraction) -> str:
 
 
 def block_tree_figure() -> str:
-    """Draw the four paths of two drafts: how often each is proposed, and how often it is accepted, given the path."""
+    """Draw the four paths of two drafts: the probability of each, and its acceptance probability given the path."""
     ratios = [p / q for p, q in zip(*BLOCK_PAIR)]
     indent, tall, gap, width, columns = 26, 58, 8, 184, (254, 326)
     parts = [
@@ -603,7 +607,7 @@ def block_tree_figure() -> str:
 
 
 def product(before: Fraction, ratio: Fraction) -> str:
-    """Say how the next running ratio is computed, with the minimum where it acts."""
+    """Return the formula of the next running ratio as text, with the minimum where it matters."""
     after = Fraction(running_ratio(before, ratio, 1))
     factors = f"{short(before)} · {short(ratio)}"
     return f"{factors} = {short(after)}" if before * ratio <= 1 else f"min(1, {factors}) = {short(after)}"
@@ -617,7 +621,9 @@ def node(x: float, y: float, width: float, height: float, lines: list[str], look
 
 
 def block_bars_figure() -> str:
-    """Draw a bar for each path of two drafts: as wide as the path is often proposed, as high as it is often accepted."""
+    """Draw a bar for each path of two drafts: its width is the path's probability, its height the acceptance
+    probability.
+    """
     left, right, top, bottom = 46, WIDTH - 14, 34, 214
     paths = draft_paths(2)
     parts = [text(4, 14, "both drafts accepted, given these drafts", "label", "start")]
@@ -664,11 +670,11 @@ def block_bars_figure() -> str:
 
 
 def band_figure() -> str:
-    """Draw accept decisions by how far they were from the opposite one, and the band in which another backend may differ."""
+    """Draw accept decisions by margin, and the band in which another backend may differ."""
     middle, reach, y = WIDTH / 2, 165, 92
     band = 1e-4
 
-    def x_of(slack: float) -> float:  # logarithmic on both sides; within a millionth of 0 there is nothing to see
+    def x_of(slack: float) -> float:  # logarithmic on both sides; within a millionth of 0 nothing is shown
         return middle + math.copysign(reach * math.log10(max(abs(slack), 1e-6) / 1e-6) / 6.5, slack)
 
     parts = [rect(x_of(-band), 40, x_of(band) - x_of(-band), 52, "box new"), path([(0, y), (WIDTH, y)], "axis")]
@@ -684,7 +690,7 @@ def band_figure() -> str:
         slack = decision.margin if decision.index else -decision.margin
         inside = abs(slack) < band
         label = (f"{slack:.5f}" if inside else f"{slack:.2g}").replace("-", "−")
-        x = x_of(slack) + (18 if inside else 0)  # or the label crosses the edge of the band
+        x = x_of(slack) + (18 if inside else 0)  # otherwise the label crosses the edge of the band
         parts += [mark(x_of(slack), y - 14, "s1"), text(x, y - 26, label, "small")]
         told.append(f"{'accepted' if decision.index else 'rejected'} by {decision.margin:.2g} nats")
     parts.append(text(middle, y + 47, "log p(x) − log q(x) − log u, in nats\n(logarithmic on both sides)", "label"))
@@ -702,7 +708,7 @@ LEVEL_ROW = ((3, 1, 0, 2), (7, 2, 6, 1), (2, 4, 1, 0), (1, 8, 3, 5), (5.5, 0, 2,
 
 
 def level_figure() -> str:
-    """Draw the maxima of blocks, the level that k of them reach, and the tokens from the level on."""
+    """Draw the maxima of blocks, the level that k maxima reach, and the tokens at or above the level."""
     k, left, pitch, width, bottom, unit = 3, 20, 56, 51, 170, 16
     level = sorted(map(max, LEVEL_ROW))[-k]
     logits = np.array(LEVEL_ROW, dtype=float).ravel()
@@ -748,11 +754,11 @@ SHARD_STEPS = [
     ("tokens\nof its requests", "all-gather: tokens and counts"),
     ("tokens\nof all requests", ""),
 ]
-"""What each rank has, and what then travels."""
+"""The data of each rank, and the exchanges."""
 
 
 def shards_figure() -> str:
-    """Draw a step of verification on two ranks: what each has, and what they exchange."""
+    """Draw a step of verification on two ranks: the data of each, and the exchanges."""
     left, gap, width, height = 1, 12, 172, 42
     columns = [left, left + width + gap]
     parts, y = [], 12.0

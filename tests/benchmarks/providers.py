@@ -1,4 +1,4 @@
-"""What verifies on a GPU: this package in several ways, straightforward PyTorch, and the engines that are installed."""
+"""The verifiers on a GPU: this package in several ways, straightforward PyTorch, and the installed engines."""
 
 import functools
 from collections.abc import Callable
@@ -36,9 +36,9 @@ class Verifier(NamedTuple):
     def rows_needed(self, num_accepted: Tensor, num_draft_tokens: int) -> int:
         """Count the rows that an outcome depends on.
 
-        These are the target rows up to the one that emits. For a ratio the draft rows that were tested are needed too; if
-        their logsumexp is given, one logit of each is enough. Block verification decides on all drafts together. The few
-        blocks of one or two rows that are read again to draw a token or to search a residual are not counted.
+        These are the target rows through the row that emits. For a ratio the tested draft rows are needed too; if their
+        logsumexp is given, one logit of each is enough. Block verification needs the rows of all drafts. Blocks that are
+        read again, to draw a token or to search a residual, are not counted.
         """
         last = torch.full_like(num_accepted, num_draft_tokens) if self.method == "block" else num_accepted
         target, tested = last + 1, (last + 1).clamp(max=num_draft_tokens)
@@ -56,7 +56,7 @@ def compiled(inputs: Inputs) -> Callable[[], Tensor]:
 
 
 def vllm(inputs: Inputs) -> Callable[[], None]:
-    """Compute what vLLM's model runner does: a float32 copy of the target's logits, the temperature, rejection sampling."""
+    """Verify as vLLM's model runner does: a float32 copy of the target's logits, temperature, rejection sampling."""
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
@@ -83,7 +83,7 @@ def vllm(inputs: Inputs) -> Callable[[], None]:
 def renormalized(
     probabilities: Tensor, renormalize: dict[str, Callable[..., Tensor]], truncation: dict[str, Any] | None
 ) -> Tensor:
-    """Truncate [batch, rows, vocab] probabilities by an engine's functions, which take numbers of each row."""
+    """Truncate [batch, rows, vocab] probabilities by an engine's functions, which take one number per row."""
     flat = probabilities.flatten(0, 1)
     for name, dtype in (("top_k", torch.int32), ("top_p", torch.float32)):
         if truncation and name in truncation:
@@ -93,9 +93,9 @@ def renormalized(
 
 
 def sglang(inputs: Inputs, truncation: dict[str, Any] | None = None) -> Callable[[], Tensor]:
-    """Compute what SGLang does with draft probabilities: float32 logits, softmax of both, verification of a chain.
+    """Verify as SGLang does with draft probabilities: float32 logits, softmax of both, verification of a chain.
 
-    Top-k and then top-p truncate the target's probabilities alone.
+    Top-k and then top-p truncate only the target's probabilities.
     """
     from sglang.kernels.ops.sampling import softmax
     from sglang.kernels.ops.sampling.renorm import top_k_renorm_prob, top_p_renorm_prob
@@ -120,7 +120,7 @@ def sglang(inputs: Inputs, truncation: dict[str, Any] | None = None) -> Callable
             accept_token_num=torch.empty(batch, dtype=torch.int32, device="cuda"),
             candidates=candidates,
             retrive_index=rows,
-            retrive_next_token=None,  # as its siblings, not looked at in a chain
+            retrive_next_token=None,  # as its siblings, ignored in a chain
             retrive_next_sibling=None,
             uniform_samples=torch.rand(batch, num_rows, device="cuda"),
             uniform_samples_for_final_sampling=torch.rand(batch, device="cuda"),
@@ -138,7 +138,7 @@ def sglang(inputs: Inputs, truncation: dict[str, Any] | None = None) -> Callable
 def flashinfer(inputs: Inputs, truncation: dict[str, Any] | None = None) -> Callable[[], Tensor]:
     """Compute FlashInfer's softmax of both, which makes them float32, and its verification of a chain.
 
-    Top-k and then top-p truncate the target's probabilities alone, as in SGLang.
+    Top-k and then top-p truncate only the target's probabilities, as in SGLang.
     """
     from flashinfer.sampling import chain_speculative_sampling, softmax, top_k_renorm_probs, top_p_renorm_probs
 

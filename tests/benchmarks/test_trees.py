@@ -1,4 +1,4 @@
-"""Trees of drafts: the walk beside PyTorch's way, all rows softened and then walked; and what siblings cost a drafting step.
+"""Trees of drafts: the walk, compared with PyTorch's softmax of all rows before it; and the cost of siblings in drafting.
 
 `pytest --benchmark-only tests/benchmarks/test_trees.py`. Times are taken as in `test_gpu`, on realistic rows.
 """
@@ -30,7 +30,7 @@ class Tree(NamedTuple):
 
 
 def tree_of(requests: int, nodes: int, depth: int, device: str) -> Tree:
-    """Make trees whose levels have about equally many nodes, with siblings drawn from rows near the target's."""
+    """Make trees with about the same number of nodes on each level, and siblings drawn from rows near the target's."""
     level = torch.cat([torch.zeros(1), 1 + torch.arange(nodes - 1) * depth // (nodes - 1)]).long()
     parents, rank = torch.full((nodes,), -1), torch.zeros(nodes, dtype=torch.int64)
     for d in range(1, depth + 1):

@@ -1,4 +1,4 @@
-"""Block verification decides without reading, and by sums that programs share."""
+"""Block verification decides without reading, and by sums that are shared between programs."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,14 +30,16 @@ REJECTED, OPEN, ACCEPTED = (value.value for value in (block.REJECTED, block.OPEN
 
 
 def terms_of(planned: PlannedCall, field: Any) -> np.ndarray:
-    """What the workspace keeps of each number of drafts: [batch, num_draft_tokens + 1]."""
+    """Return a field of the workspace's terms for each number of drafts, [batch, num_draft_tokens + 1]."""
     sizes = planned.bundle("sizes")
     shape = sizes.batch, sizes.num_draft_tokens + 1, block.TERMS.value
     return planned.parts["terms"].view(shape)[..., field.value].cpu().double().numpy()
 
 
 def reference_choices(batch: Case, request: int, with_logits: bool) -> list[tuple[Any, float, bool]]:
-    """For each number of drafts: what the reference decides, log c, and whether only a residual of two rows can tell."""
+    """Return for each number of drafts: the reference's decision, log c, and whether it depends on a residual of two
+    rows.
+    """
     target, ids, draft = batch.rows(request)
     numbers = batch.request(request)
     temperature, seed, position = numbers["temperature"], numbers["seed"], numbers["position"]
@@ -66,7 +68,7 @@ def test_what_is_decided_without_reading_is_what_the_reference_decides(kind):
     requests = 300 if ON_GPU else 16
     batch = in_question(requests, 4, 50)
     batch.draft_token_ids[0, 3] = -1
-    batch.target_logits[1::2, 2, 7] = torch.inf  # point masses, of which the mass is known
+    batch.target_logits[1::2, 2, 7] = torch.inf  # point masses, whose residual mass is known
     batch.draft_logits[1::2, 2, 7] += 7
     batch.draft_logits[2::4, 1, 5] = torch.inf
     batch.draft_token_ids[2::4, 1] = 5
@@ -90,7 +92,7 @@ def test_what_is_decided_without_reading_is_what_the_reference_decides(kind):
 
 
 def planned_call(batch: Case, *, large: bool, programs: int = 7) -> PlannedCall:
-    """The launches of a step, with so many programs that share sums."""
+    """Return the launches of a step, with this number of programs for sums."""
     with planned_with(plan, SUM_PROGRAMS=programs):
         return PlannedCall("block", batch.to(DEVICE), large=large)
 
@@ -125,7 +127,7 @@ def test_they_may_finish_in_any_order(large):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_the_list_names_the_residuals_whose_sum_is_wanted_and_no_others(large):
-    """Those that are open, and in a small batch of rows accepted so far those by whose sums tokens are drawn."""
+    """These are the residuals of open decisions and, in a small batch, residuals that a token may be drawn from."""
     batch = in_question(100 if ON_GPU else 6, 4, 50)
     batch.target_logits[::2, :, 7] += 30
     planned = planned_call(batch, large=large)
@@ -149,7 +151,7 @@ def test_a_mass_is_found_in_a_block_whose_sum_a_nan_made_nonfinite(large):
     generator = torch.Generator().manual_seed(2)
     draft = target[:, :3] + torch.randn(requests, 3, 3072, generator=generator)
     ids = torch.multinomial(draft.flatten(0, 1).softmax(-1), 1, generator=generator).view(requests, 3)
-    target[..., 1500] = -torch.nan  # negative, which as an integer is small
+    target[..., 1500] = -torch.nan  # negative: small as an integer
     batch = replace(
         batch, target_logits=target, draft_logits=draft, draft_token_ids=ids, temperature=torch.ones(requests)
     )
@@ -160,7 +162,7 @@ def test_a_mass_is_found_in_a_block_whose_sum_a_nan_made_nonfinite(large):
 
 @pytest.mark.parametrize("large", [True, False])
 def test_a_residual_that_rounds_to_nothing_falls_back_to_the_target(large):
-    """P and q differ by a millionth of one token, and these positions' accept decisions have a uniform still closer to 1."""
+    """P and q differ by a millionth at one token, and the uniforms of these positions are still closer to 1."""
     positions = [35_853, 769_517, 1_720_060, 2_957_302]
     requests, vocab, token = len(positions), 2064, 1100
     target = torch.zeros(requests, 2, vocab)

@@ -1,4 +1,4 @@
-"""The first rejected row of a request and what it returns, in whatever order its programs finish."""
+"""The first rejected row of a request and its output, for every order in which programs finish."""
 
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ VOCAB = 1000
 
 
 def outputs_of(num_draft_tokens: int) -> Outputs:
-    """The outputs of one request, with numbers in them that nobody writes."""
+    """Return the outputs of one request, filled with numbers that no program writes."""
     token_ids = torch.full((num_draft_tokens + 1,), -7, device=DEVICE)
     counts = torch.full((2, 1), -7, dtype=torch.int32, device=DEVICE)
     logprobs = torch.full(token_ids.shape, -7.0, device=DEVICE)
@@ -45,7 +45,7 @@ def drafts_of(ids: torch.Tensor) -> Drafts:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Stops
+# First rejections
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -98,7 +98,7 @@ def test_the_first_of_the_published_offsets_remains(offsets):
 
 
 class Counts(NamedTuple):
-    """What programs are counted by, and what each is told."""
+    """The counter of programs, and the result of each."""
 
     count_ptr: Pointer  # [1] int32
     told_ptr: Pointer  # [programs] int32
@@ -123,7 +123,7 @@ def test_one_program_is_the_last():
 
 
 class Verified(NamedTuple):
-    """A request whose drafts are counted, and looked at one by one, and whose output is written."""
+    """A request whose drafts are counted and loaded one by one, and whose output is written."""
 
     drafts: Drafts
     outputs: Outputs
@@ -158,19 +158,21 @@ def test_drafts_end_at_the_first_that_is_no_token_and_the_output_at_the_stop(dra
     wanted = list(range(100, 100 + had))
     assert found.tolist() == [had, *wanted, *[-1] * (drafts + 1 - had)]
     assert outputs.token_ids_ptr.tolist() == [*wanted[:stop], -7, *[-1] * (drafts - stop)]
-    assert (outputs.logprobs_ptr[: stop + 1] == -7).all()  # those of tokens are written elsewhere
+    assert (outputs.logprobs_ptr[: stop + 1] == -7).all()  # log-probabilities of tokens are written elsewhere
     assert outputs.logprobs_ptr[stop + 1 :].isnan().all()
     assert [outputs.num_accepted_ptr.item(), outputs.num_drafts_ptr.item()] == [stop, had]
     assert outputs.invalid_ptr.item() is (stop > 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Stop bits
+# Row bits
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
-    """The rows of a request, each with a program of two steps: it adds its row, and hands in a token if it is rejected."""
+    """The rows of a request, each with a program of two steps: it adds its row bits, and writes a token if it is
+    rejected.
+    """
 
     steps_ptr: Pointer  # [count, 2] int32: row and step
     stops_ptr: Pointer  # [rows] int32: whether each is rejected
@@ -185,7 +187,8 @@ class Rows(NamedTuple):
 
 @triton.jit
 def take_step(rows, offset, step):
-    """Do what `emit.emit_row` does: a token that is drawn already is written first, another one after the bits are added.
+    """Run one step like `emit.emit_row`: an already drawn token is written first, any other token after the bits are
+    added.
 
     The log-probability of an accepted draft is written before its row's bits are added.
     """
@@ -260,7 +263,7 @@ def test_a_small_batch_is_put_together_whatever_the_order(stops, empty, is_drawn
 @needs_interpreter
 @where_it_can_stop
 def test_it_is_so_if_others_take_steps_while_a_program_hands_in_its_token(stops, monkeypatch):
-    """Between its look, by which it finds that bits are missing, and the write of its token."""
+    """The steps come between its check, which finds missing bits, and the write of its token."""
     take, are_complete = take_step, output.are_complete
     wrote, nested, waiting = None, [], []
 

@@ -1,4 +1,4 @@
-"""Packed calls of requests that have no rows read no logit."""
+"""Packed calls of requests without rows read no logit."""
 
 from typing import Any
 from unittest import mock
@@ -32,7 +32,7 @@ HIGH, LOW = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
     ids=["rows", "slots"],
 )
 def test_no_logit_is_read_of_requests_that_have_none(method, backend, truncation, drafts, report, starts, slots):
-    """Not even of rows that others may have; and the log-probability of the token 0 that they emit is 0."""
+    """Not even rows of other requests; and the log-probability of their token 0 is 0."""
     case = ORDINARY._replace(
         method=method, backend=backend, truncation=truncation, drafts=drafts, report=report, vocab=40
     )

@@ -1,4 +1,4 @@
-"""Acceptance by ratio, and the residual: precise where its mass is small; no impossible token is emitted."""
+"""Acceptance by ratio, and the residual: precise for small residual masses; no impossible token is emitted."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from tests.support.kernels import (
 
 
 class Numbers(NamedTuple):
-    """Numbers, and what functions make of them."""
+    """Numbers, and the results of functions."""
 
     x_ptr: Pointer  # [64] float32
     trusted_ptr: Pointer  # [64] int32

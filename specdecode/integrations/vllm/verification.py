@@ -1,4 +1,4 @@
-"""A step with drafts, in vLLM's arguments.
+"""Verification of a step with drafts, with vLLM's arguments.
 
 vLLM's tensors are used as they are, and nothing of vocabulary size is copied: the rows of all requests are packed in one
 tensor, temperatures and seeds are by slot, lengths stay on the device.
@@ -9,7 +9,7 @@ tensor, temperatures and seeds are by slot, lengths stay on the device.
 | `pos`, of the token that is fed | `row_positions` |
 | cached draft logits, before the temperature, not truncated | `draft_sampling`, where the target truncates |
 | no cached draft logits | `draft_logits=None`, a point mass |
-| cached draft logits of fewer tokens than the target has | `draft_vocab_ids`: the draft has the first of them |
+| cached draft logits of fewer tokens than the target has | `draft_vocab_ids`: the draft has the first tokens |
 | the states of known logits processors, the masks of grammars | `adjustments`, if a request of the step has any |
 """
 
@@ -49,7 +49,9 @@ NO_FINITE_LOGIT = (
 
 
 class DraftVerification(ListedRows):
-    """Mixed into vLLM's `RejectionSampler`: it verifies by this package what it can, and leaves other steps to vLLM."""
+    """Mixed into vLLM's `RejectionSampler`: it verifies steps with this package if possible, and leaves other steps to
+    vLLM.
+    """
 
     verifier: ClassVar[RejectionSampler]
     unknown: str | None = None
@@ -57,7 +59,7 @@ class DraftVerification(ListedRows):
 
     fallbacks: Fallbacks
     metrics: StepMetrics | None = None
-    """None: another rank reports the same steps."""
+    """None: another rank logs the same steps."""
 
     host_starts: np.ndarray | None = None
     """The first row of each request, and the end of the last; None: the host does not know."""
@@ -78,10 +80,10 @@ class DraftVerification(ListedRows):
                 *unknown_attributes(self.sampler.sampling_states, "SamplingStates"),
             ]
         )
-        self.sampler.unknown = self.unknown  # it draws for 'strict'
+        self.sampler.unknown = self.unknown  # `TokenSampling` draws for "strict"
         self.fallbacks = Fallbacks(logger)
         group = group_of(self.sampler)
-        if group is None or group.rank_in_group == 0:  # other ranks would report the same steps
+        if group is None or group.rank_in_group == 0:  # other ranks would log the same steps
             is_prepared = self.verifier.method == "strict" and self.other_rule() is None
             how = "of them from logits that vLLM prepared" if is_prepared else "left to vLLM"
             self.metrics = StepMetrics(self.fallbacks, log_interval(INTERVAL), how, NO_FINITE_LOGIT)
@@ -90,7 +92,7 @@ class DraftVerification(ListedRows):
     def log_start(self) -> None:
         """Log the method, the versions, and the steps left to vLLM by configuration."""
         packages = ", ".join(f"{name} {version_of(name)}" for name in ("vllm", "torch", "triton"))
-        of = "the logits of " if self.verifier.method == "strict" else ""  # it verifies the copy that vLLM prepares
+        of = "the logits of " if self.verifier.method == "strict" else ""  # verifies the copy that vLLM prepares
         if rule := self.other_rule():
             left = f"all steps, with {rule}"
         elif why := self.sampler.why_processed(LOGPROBS, lists=True):
@@ -133,11 +135,11 @@ class DraftVerification(ListedRows):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Verify one step, with vLLM's arguments, see `StepInputs`, and results.
+        """Verify one step, with vLLM's arguments (see `StepInputs`) and results.
 
         Returns:
-            The logits that log-probabilities are computed from; [batch, num_draft_tokens + 1] int64 token ids; [batch]
-            int32 number of tokens.
+            The logits for computing log-probabilities; [batch, num_draft_tokens + 1] int64 token ids; [batch] int32, the
+            number of tokens.
         """
         rows = logits, draft_logits, draft_sampled, pos, cu_num_logits
         mappings = idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos
@@ -166,7 +168,7 @@ class DraftVerification(ListedRows):
         call = self.as_call(step, sampling)
         if few is None:
             output = self.output_of(call, step.kind)
-        else:  # without a slot nothing of a request is read
+        else:  # nothing is read for a request without a slot
             call["slots"] = call["slots"].index_fill(0, few.indices, -1)
             output = joined(self.output_of(call, step.kind), self.verify_processed(step, few), few)
         if listing:
@@ -199,7 +201,7 @@ class DraftVerification(ListedRows):
         if is_divided and is_ours:
             max_chunk_logits = len(logits)
         if len(logits) <= max_chunk_logits and not getattr(self, "enable_adaptive_verification", False):
-            self.host_starts = input_batch.cu_num_logits_np  # otherwise the device alone knows the rows
+            self.host_starts = input_batch.cu_num_logits_np  # otherwise only the device knows the rows
         self.num_listed = max_num_logprobs
         with self.making_sampling_masks(returns_masks and is_ours and kind in self.kinds):
             try:
@@ -209,7 +211,7 @@ class DraftVerification(ListedRows):
                 self.host_starts, self.num_listed = None, -1
 
     def other_rule(self) -> str | None:
-        """Return the reason to leave all steps to vLLM, or None: it accepts drafts by a rule that is not supported here."""
+        """Return the reason to leave all steps to vLLM if it accepts drafts by an unsupported rule, or None."""
         if self.watermark_key is not None:
             return "watermarks"
         if self.synthetic_conditional_rates is not None:
@@ -248,7 +250,7 @@ class DraftVerification(ListedRows):
         return step
 
     def as_call(self, step: StepInputs, sampling: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the sampler's `packed` for a step whose requests sample like this."""
+        """Return the arguments of the sampler's `packed` for a step, given the sampling arguments."""
         vocab, draft_logits = step.logits.shape[-1], step.draft_logits
         call = sampling | {
             "target_logits": step.logits,
@@ -265,13 +267,13 @@ class DraftVerification(ListedRows):
         if "top_p" in sampling:  # vLLM drew the drafts at the target's temperature, from whole rows
             call["draft_sampling"] = Sampling(temperature=sampling["temperature"])
         if (draft_vocab := draft_logits.shape[-1]) != vocab:
-            call["draft_logits"] = draft_logits[..., :vocab]  # beyond it a draft is no token of the target
+            call["draft_logits"] = draft_logits[..., :vocab]  # ids beyond it are not tokens of the target
             if draft_vocab < vocab:
                 call["draft_vocab_ids"] = first_integers(draft_vocab, step.logits.device)
         return call
 
     def as_result(self, step: StepInputs, output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
-        """Return an output as `_verify` does, and count the step."""
+        """Return an output in the form of `_verify`, and count the step."""
         if self.metrics is not None:
             self.metrics.verified(output)
         return step.logits, output.token_ids, output.num_tokens
@@ -280,7 +282,7 @@ class DraftVerification(ListedRows):
 
     @functools.cached_property
     def kinds(self) -> dict[Hashable, tuple[str | None, str | None]]:
-        """Kinds of steps whose kernels are compiled; why the kernels do not take those not truncated, and truncated ones."""
+        """The compiled kinds of steps; for each, the reasons why kernels cannot take untruncated and truncated steps."""
         return {}
 
     @functools.cached_property
@@ -289,7 +291,7 @@ class DraftVerification(ListedRows):
         return set()
 
     def compile_once(self, step: StepInputs) -> None:
-        """Compile all kernels of a kind at its first step, which vLLM's own warm-up makes."""
+        """Compile all kernels of a kind of steps at its first step, which is part of vLLM's own warm-up."""
         if step.kind not in self.kinds:
             as_call = functools.partial(self.as_call, step)
             self.kinds[step.kind] = self.sampler.compile_kernels(self.verifier, as_call, step)
@@ -301,7 +303,7 @@ class DraftVerification(ListedRows):
         return verify(self.verifier, call, (kind, *optional, *adjusts), self.checked)
 
     def verify_processed(self, step: StepInputs, few: Requests) -> SamplerOutput:
-        """Return the output of some requests of a step, from logits that vLLM processes."""
+        """Return the output of some requests of a step, verified from logits that vLLM processes."""
         part, values = step.part(few), self.sampler.slot_values()
         part, slots = part._replace(logits=part.processed(self.sampler)), part.idx_mapping
         if part.draft_logits is not None:  # divided by the temperature in float32, as vLLM has divided the target's
