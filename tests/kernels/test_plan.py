@@ -1,4 +1,4 @@
-"""What a plan chooses by the sizes of a call; memory; on a GPU also what is compiled, and calls from several threads."""
+"""A plan's choices by the sizes of a call; memory; on a GPU also compilation, and calls from several threads."""
 
 import itertools
 import threading
@@ -39,7 +39,7 @@ def test_the_parts_of_the_workspace_do_not_overlap_and_are_as_long_as_they_are_s
 
 
 def test_residuals_are_summed_in_one_order_wherever_that_is_done():
-    """Else the last bit of a sum would depend on the size of the batch, and with it, rarely, a token."""
+    """Otherwise the last bit of a sum, and rarely a token, would depend on the size of the batch."""
     widths = set()
     for way in WAYS:
         for kind in ("block", "probabilistic"):
@@ -60,7 +60,9 @@ LIMITS = [
 
 @pytest.mark.parametrize(("kind", "requests", "drafts"), LIMITS)
 def test_a_batch_is_large_from_so_many_rows_to_read_on(kind, requests, drafts):
-    """384 of strict, 320 of probabilistic, 512 of block: target rows, and draft rows where they are read."""
+    """384 rows for strict, 320 for probabilistic, 512 for block, counting target rows, and draft rows if they are
+    read.
+    """
     found = []
     for number in (requests - 1, requests):
         batch = case(number, drafts, 7, torch.float32)
@@ -105,7 +107,7 @@ def test_sizes_compile_nothing_anew():
 
 
 def variants(call):
-    """What is compiled for a call: each kernel with its signature."""
+    """Return the compiled kernels of a call, each with its signature."""
     with mock.patch.object(Plan, "run", autospec=True) as run:
         call()
     launches = [each for made in run.call_args_list for each in made.args[0].launches]
