@@ -118,7 +118,7 @@ def several_steps() -> None:
 
 
 def accepted_by_blocks() -> None:
-    """The number of accepted drafts alone. The output is exact without it, but it is the purpose of the method."""
+    """Only the number of accepted drafts: the output is exact without it, but it is the purpose of the method."""
     for case in (CASES["history-V2-K3"], CASES["ragged-1-of-3"]):
         joint = distribution(lambda chance, case=case: decode(chance, case, verify_block, fresh_domains))
         assert_same_distribution(marginal(joint, lambda outcome: outcome[1][0]), accepted_distribution_of_blocks(case))
@@ -387,5 +387,5 @@ def test_mutants_are_caught(mutant):
 
 
 def test_checks_that_catch_mutants_pass_on_the_reference():
-    for check in {mutant.check for mutant in MUTANTS} - {golden, certain}:  # these two have a test of their own
+    for check in {mutant.check for mutant in MUTANTS} - {golden, certain}:  # these two have their own test
         check()

@@ -1,4 +1,4 @@
-"""Valid calls of hostile values return the reference's tokens, except where rounding decides."""
+"""Valid calls with hostile values return the reference's tokens, except where rounding decides."""
 
 from contextlib import nullcontext
 

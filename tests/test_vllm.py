@@ -1,6 +1,6 @@
-"""The adapter of vLLM, on vLLM's calling contract: what is verified here.
+"""The adapter of vLLM, with vLLM's arguments: steps verified here.
 
-Constructors are bypassed: what vLLM's classes hold is in plain namespaces, see `support/vllm.py`.
+Constructors are bypassed: the attributes of vLLM's classes are in plain namespaces, see `support/vllm.py`.
 """
 
 from unittest import mock
@@ -327,12 +327,12 @@ MIXED = {  # of each slot; 5 decodes and a request whose prompt has just been pr
 @pytest.mark.parametrize("method", METHODS)
 def test_a_request_emits_in_a_mixed_step_what_it_emits_alone_in_another_slot(method, with_draft_logits, num_drafts):
     generator = torch.Generator().manual_seed(num_drafts)
-    # Rows as a rank has them that was sent its requests' logits: the first columns of wider ones.
+    # Rows as on a rank that receives its requests' logits: the first columns of wider rows.
     logits = 3 * torch.randn(6, num_drafts + 1, 64, generator=generator)[..., :50]
     draft_logits = logits[:, :-1] + 0.3 * torch.randn(6, num_drafts, 50, generator=generator)
     drafts = [row[: num_drafts - i].tolist() for i, row in enumerate(draft_logits.argmax(dim=-1))]
     drafts[5] = []
-    drafts[4] = [-1] * num_drafts  # resumed: what was scheduled for it is not of its text
+    drafts[4] = [-1] * num_drafts  # resumed: its scheduled tokens are not in its text
     positions = [100, 7, 31, 2, 64, 9]
     options = {name: torch.tensor(values) for name, values in MIXED.items()}
 

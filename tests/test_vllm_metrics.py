@@ -1,4 +1,4 @@
-"""The log lines for operators of vLLM: at the start, of the intervals; and the page that shows them."""
+"""The log lines of the vLLM adapter: at the start and after intervals; and the page that shows them."""
 
 import logging
 import re
@@ -33,7 +33,7 @@ PAGES = [Path(__file__).parent.parent / "docs" / "use" / name for name in ("trou
 
 
 def metrics_of(fallbacks, interval=60):
-    """Metrics by a clock that stands still."""
+    """Return metrics with a clock that stands still."""
     return StepMetrics(fallbacks, interval, "left to vLLM", NO_FINITE_LOGIT, clock=Clock())
 
 
@@ -127,7 +127,7 @@ def test_outputs_are_kept_for_a_bounded_number_of_steps(metrics):
 
 
 class Engines(PlainRejectionSampler):
-    """What vLLM's constructor sets."""
+    """The attributes that vLLM's constructor sets."""
 
     def __init__(self, sampler, num_drafts, **members):
         self.sampler, self.num_speculative_steps = sampler, num_drafts
@@ -138,7 +138,7 @@ class Engines(PlainRejectionSampler):
 
 @pytest.fixture
 def start(monkeypatch, caplog):
-    """Make a rejection sampler as vLLM does; return it and what it logs."""
+    """Make a rejection sampler as vLLM does; return it and its log messages."""
     caplog.set_level(logging.INFO)
     installed = {"vllm": "0.33.0", "torch": "2.11.0", "triton": "3.6.0"}
     monkeypatch.setattr(verification, "version_of", installed.get)
@@ -149,7 +149,7 @@ def start(monkeypatch, caplog):
 
     def made(method="probabilistic", sampler=(), num_drafts=3, **members):
         like = rejection_sampler(method, sampling_states(4, 50), 3)
-        # The constructor compares what vLLM's own objects hold.
+        # The constructor checks the attributes of vLLM's own objects.
         del like.sampler.apply_sampling_params, like.sampler.noted
         vars(like.sampler).update(sampler)
         kind = type("RejectionSampler", (DraftVerification, Engines), {"verifier": like.verifier})
@@ -265,7 +265,7 @@ def test_one_rank_reports_and_each_compiles_a_part_or_each_that_verifies_other_r
 
 
 class PlainRunner:
-    """What vLLM's model runner sets."""
+    """The attributes that vLLM's model runner sets."""
 
     sampler = rejection_sampler = None
 

@@ -188,7 +188,7 @@ def test_simulation_starts_pauses_and_converges(show):
     frequencies = np.array([float(row[5]) for row in rows(page)])
     distance = np.abs(frequencies - target).sum() / 2
     assert float(readout(page, "distance")) == pytest.approx(distance, abs=1.1e-3)
-    assert distance < 0.02  # four times its mean of 0.005
+    assert distance < 0.02  # four times the mean of 0.005
     assert float(readout(page, "accepted").removesuffix("%")) == pytest.approx(70, abs=2)
     before = rows(page)
     page.get_by_role("button", name="Start").press("Enter")
