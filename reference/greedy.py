@@ -44,7 +44,8 @@ def compare(target_token_ids, draft_token_ids) -> list[int]:
 
     Args:
         target_token_ids: [num_draft_tokens + 1], the target's token at each row; tokens after the first difference are
-        not read. draft_token_ids: [num_draft_tokens].
+            not read.
+        draft_token_ids: [num_draft_tokens].
 
     >>> compare([4, 2, 7], [4, 2]), compare([4, 2, 7], [4, 3])
     ([4, 2, 7], [4, 2])

@@ -376,8 +376,13 @@ def verify_tree(
         target_logits: [nodes, vocab] raw logits; row n is the row after node n.
         token_ids: [nodes] ids; the id of node 0 is ignored.
         parents: [nodes], in any order. A node is padding if its parent is not a node, its id is not a token, or its
-        ancestors do not include node 0. max_depth: the most drafts that may be accepted. temperature: 0 is greedy. top_k:
-        see [`truncation`][reference.truncation]. top_p: see `top_k`. min_p: see `top_k`. seed: the request's seed.
+            ancestors do not include node 0.
+        max_depth: the most drafts that may be accepted.
+        temperature: 0 is greedy.
+        top_k: see [`truncation`][reference.truncation].
+        top_p: see `top_k`.
+        min_p: see `top_k`.
+        seed: the request's seed.
         position: absolute position of the first token after node 0. A node at depth d has its token at position + d - 1.
         adjustments: the request's changes of the target's rows; the mask has a row for each node. None: no changes.
 

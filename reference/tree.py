@@ -154,7 +154,7 @@ def rejection(target_probs, draft_probs, token_ids, parents, uniforms, replaceme
         parents: [nodes]; siblings are in the order in which they were drawn.
         uniforms: [nodes] independent random numbers, uniform on (0, 1).
         replacement: whether siblings were drawn independently; if not, each was drawn from q without the siblings before
-        it.
+            it.
 
     Sibling 2 has p / q = 1/3 and fails. The residual is (3/4, 1/4, 0). Sibling 0 then has 0.75 / 0.2 > 1 by q, and
     0.75 / 0.5 > 1 by q without token 2: accepted either way. Another sibling 2 has 0 / 0.6 and fails. Then the residual of

@@ -98,7 +98,7 @@ class Models:
 
         Raises:
             ValueError: transformers is not installed, there is no draft model, a folder has no loadable model, the draft
-            has another tokenizer, or the device does not exist.
+                has another tokenizer, or the device does not exist.
         """
         try:
             transformers: Any = import_module("transformers")

@@ -62,8 +62,8 @@ def sample(
         top_p: as for [`RejectionSampler`][specdecode.RejectionSampler.__call__].
         min_p: as for [`RejectionSampler`][specdecode.RejectionSampler.__call__].
         shard: the part of the vocabulary that the logits cover, under tensor parallelism; every rank gets the same
-        tokens. None: the whole vocabulary. adjustments: biases, penalties and masks, as for
-        [`RejectionSampler`][specdecode.RejectionSampler.__call__].
+            tokens. None: the whole vocabulary.
+        adjustments: biases, penalties and masks, as for [`RejectionSampler`][specdecode.RejectionSampler.__call__].
 
     Returns:
         [batch] int64 token ids. A row without a finite logit gives token 0.

@@ -60,21 +60,21 @@ class RejectionSampler:
     Args:
         method: `"strict"`, `"probabilistic"`, `"block"` or `"synthetic"`.
         backend: `"triton"`: kernels for NVIDIA GPUs, which compute in float32. They round float64 logits to float32, so
-        logits that become equal are ties, also for greedy requests. `"eager"`: batched PyTorch for any device, in float64
-        for float64 logits. `"auto"`: Triton for logits on a GPU, and eager elsewhere. schedule: the acceptance rates of
-        `"synthetic"`. Required for `"synthetic"`, refused for the other methods. shard: under tensor parallelism, the
-        part of the vocabulary that this rank's logits cover. Every rank calls the sampler with its part and otherwise the
-        same arguments, verifies whole rows of its share of the requests, and gets the output of all requests. None:
-        logits cover the whole vocabulary. validate: `"values"` makes each call, also of `draft`, raise a ValueError if it
-        receives probabilities instead of logits: if no number is negative and each row sums to 1, within rounding, in all
-        rows that the call may read. The check reads all logits and waits for the device, so it is for development, and an
-        error while a CUDA graph is captured. None: probabilities are not detected, and tokens come from a nearly flat
-        distribution.
+            logits that become equal are ties, also for greedy requests. `"eager"`: batched PyTorch for any device, in
+            float64 for float64 logits. `"auto"`: Triton for logits on a GPU, and eager elsewhere.
+        schedule: the acceptance rates of `"synthetic"`. Required for `"synthetic"`, refused for the other methods.
+        shard: under tensor parallelism, the part of the vocabulary that this rank's logits cover. Every rank calls the
+            sampler with its part and otherwise the same arguments, verifies whole rows of its share of the requests, and
+            gets the output of all requests. None: logits cover the whole vocabulary.
+        validate: `"values"` makes each call, also of `draft`, raise a ValueError if it receives probabilities instead of
+            logits: if no number is negative and each row sums to 1, within rounding, in all rows that the call may read.
+            The check reads all logits and waits for the device, so it is for development, and an error while a CUDA graph
+            is captured. None: probabilities are not detected, and tokens come from a nearly flat distribution.
 
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: an unknown method, backend or validation, a missing schedule, or a schedule for a method other than
-        `"synthetic"`.
+            `"synthetic"`.
 
     Example:
         >>> import torch
@@ -179,47 +179,51 @@ class RejectionSampler:
                 allowed; the kernels are fastest if strides and vocabulary size are multiples of 16. NaN counts as -inf; a
                 row with +inf is the point mass on its first +inf.
             draft_token_ids: [batch, num_draft_tokens] int32 or int64. -1 ends a request's drafts: it and later entries
-            are ignored, and the row at the -1 gives the bonus token. draft_logits: [batch, num_draft_tokens, vocab] raw
-            logits that the drafts were drawn from, with the target's sampling parameters or with `draft_sampling`. None
-            means a deterministic drafter (n-gram look-up, greedy). `"strict"` does not use them. temperature: one number
-            >= 0 or a [batch] float tensor; 0 is greedy. top_k: keep the k tokens with the largest logits, and the lower
-            ids of equal logits: an int >= 0 or a [batch] int32 or int64 tensor. None, 0 and numbers >= the vocabulary
-            size keep all tokens; 1 is greedy. top_p: keep the most likely tokens until their probability reaches top_p: a
-            number in (0, 1] or a [batch] float
-                tensor. None and 1 keep all tokens.
+                are ignored, and the row at the -1 gives the bonus token.
+            draft_logits: [batch, num_draft_tokens, vocab] raw logits that the drafts were drawn from, with the target's
+                sampling parameters or with `draft_sampling`. None means a deterministic drafter (n-gram look-up, greedy).
+                `"strict"` does not use them.
+            temperature: one number >= 0 or a [batch] float tensor; 0 is greedy.
+            top_k: keep the k tokens with the largest logits, and the lower ids of equal logits: an int >= 0 or a [batch]
+                int32 or int64 tensor. None, 0 and numbers >= the vocabulary size keep all tokens; 1 is greedy.
+            top_p: keep the most likely tokens until their probability reaches top_p: a number in (0, 1] or a [batch]
+                float tensor. None and 1 keep all tokens.
             min_p: keep the tokens whose probability is at least min_p times the largest: a number in [0, 1] or a [batch]
                 float tensor. None and 0 keep all tokens. The order is temperature, min_p, top_k, top_p; each applies to
                 the tokens that the previous rules have kept. Backend `"auto"` is eager for truncated calls of more than
                 27 drafts (except with `"block"`), and for truncated calls with drafts that were drawn at another
                 temperature.
             draft_sampling: the sampling parameters that the drafts were drawn with, if they differ from the target's;
-            numbers for all requests or [batch] tensors. The output stays exact provided this describes how the drafts
-            were drawn. seeds: [batch] int64; an int s means s, s + 1, ...; None draws them from torch's default
-            generator. positions: [batch] int64, the absolute position in its sequence of each request's first draft
-            token; None
+                numbers for all requests or [batch] tensors. The output stays exact provided this describes how the drafts
+                were drawn.
+            seeds: [batch] int64; an int s means s, s + 1, ...; None draws them from torch's default generator.
+            positions: [batch] int64, the absolute position in its sequence of each request's first draft token; None
                 means 0. A request that keeps its seed over several steps must pass them: otherwise its noise repeats.
             draft_logsumexp: [batch, num_draft_tokens] float32 from [`draft`][specdecode.RejectionSampler.draft]. It saves
                 reading the draft rows again, except in the eager backend.
             draft_cutoff: [batch, num_draft_tokens] int64 from [`draft`][specdecode.RejectionSampler.draft]; required with
-            draft_logsumexp if the drafts were drawn from truncated rows. draft_vocab_ids: [draft_vocab] int32 or int64,
-            if the drafter has only some of the target's tokens: the target id of each draft token, distinct and in any
-            order. Then draft_logits are [batch, num_draft_tokens, draft_vocab], q is 0 for all other tokens, and draft
-            rows are truncated in the order of the draft's ids. `draft_token_ids` are target ids. For drafts from
-            [`draft`][specdecode.RejectionSampler.draft], pass `draft_vocab_ids[draft.token_ids]`, and pass the logsumexp
-            and the cutoff (a draft id) unchanged. These drafts have the noise of the draft's ids, not of the target's, so
-            `"strict"` accepts fewer. None: draft_logits are over the target's tokens. logprobs: the distribution for the
-            log-probabilities of emitted tokens. `"processed"`: the target's row with temperature and truncation applied,
-            for accepted, recovered and bonus tokens. It gives 0 for greedy requests, which sample from a point mass, and
-            -inf for drafts that the target never emits, which only `"synthetic"` accepts. `"raw"`: softmax(logits), at
-            temperature 1 and untruncated, also for greedy requests. None: no log-probabilities. adjustments: biases,
-            penalties and masks, applied to target rows before the temperature; see
-            [`Adjustments`][specdecode.Adjustments]. "Raw" log-probabilities use the logits without them. top_logprobs:
-            the number of likeliest tokens to return for each emitted token's row, with their log-probabilities, at most
-            20. Requires `logprobs`, which defines the distribution. A greedy row has one such token with "processed".
-            None and 0: no lists. kept_sets: whether to return the kept tokens of each emitted token's row: the tokens
-            with a positive probability in the sampled distribution. These are the tokens that truncation keeps; in rows
-            that are not truncated, every token with a finite logit; in greedy rows, one token. `top_logprobs` and
-            `kept_sets` together need one more launch.
+                draft_logsumexp if the drafts were drawn from truncated rows.
+            draft_vocab_ids: [draft_vocab] int32 or int64, if the drafter has only some of the target's tokens: the target
+                id of each draft token, distinct and in any order. Then draft_logits are [batch, num_draft_tokens,
+                draft_vocab], q is 0 for all other tokens, and draft rows are truncated in the order of the draft's ids.
+                `draft_token_ids` are target ids. For drafts from [`draft`][specdecode.RejectionSampler.draft], pass
+                `draft_vocab_ids[draft.token_ids]`, and pass the logsumexp and the cutoff (a draft id) unchanged. These
+                drafts have the noise of the draft's ids, not of the target's, so `"strict"` accepts fewer. None:
+                draft_logits are over the target's tokens.
+            logprobs: the distribution for the log-probabilities of emitted tokens. `"processed"`: the target's row with
+                temperature and truncation applied, for accepted, recovered and bonus tokens. It gives 0 for greedy
+                requests, which sample from a point mass, and -inf for drafts that the target never emits, which only
+                `"synthetic"` accepts. `"raw"`: softmax(logits), at temperature 1 and untruncated, also for greedy
+                requests. None: no log-probabilities.
+            adjustments: biases, penalties and masks, applied to target rows before the temperature; see
+                [`Adjustments`][specdecode.Adjustments]. "Raw" log-probabilities use the logits without them.
+            top_logprobs: the number of likeliest tokens to return for each emitted token's row, with their
+                log-probabilities, at most 20. Requires `logprobs`, which defines the distribution. A greedy row has one
+                such token with "processed". None and 0: no lists.
+            kept_sets: whether to return the kept tokens of each emitted token's row: the tokens with a positive
+                probability in the sampled distribution. These are the tokens that truncation keeps; in rows that are not
+                truncated, every token with a finite logit; in greedy rows, one token. `top_logprobs` and `kept_sets`
+                together need one more launch.
 
         Returns:
             Accepted drafts and one more token, with counts.
@@ -227,10 +231,10 @@ class RejectionSampler:
         Raises:
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape, device or value, or `backend="triton"` where it cannot run. On a
-            CUDA device values are not checked: an id outside the vocabulary counts as -1, a temperature that is NaN or
-            negative as 0, a negative top_k as 0, a top_p or min_p that is NaN as None, and a min_p above 1 as 1; a top_p
-            of 0 or less keeps one token. In draft_vocab_ids, ids outside the vocabulary are ignored, and of equal ids the
-            first counts.
+                CUDA device values are not checked: an id outside the vocabulary counts as -1, a temperature that is NaN
+                or negative as 0, a negative top_k as 0, a top_p or min_p that is NaN as None, and a min_p above 1 as 1; a
+                top_p of 0 or less keeps one token. In draft_vocab_ids, ids outside the vocabulary are ignored, and of
+                equal ids the first counts.
 
         Example:
             >>> import torch
@@ -303,11 +307,11 @@ class RejectionSampler:
             num_draft_tokens: the largest possible number of drafts of a request.
             slots: [batch] int32 or int64; None means that the slot of request r is r. Ignored if no argument is by slot.
             row_positions: [num_rows] int64, in place of positions: the absolute position of the token that was fed at
-            each row. A request's first draft is one position after its first row; the entries of other rows are ignored.
+                each row. A request's first draft is one position after its first row; the entries of other rows are
+                ignored.
             **options: the keyword arguments of a call. `positions` is by request, [batch]; `adjustments.allowed_mask` is
-            by
-                row, [num_rows, ...]; all other tensors are by slot, [num_slots, ...] in place of [batch, ...]. A number s as
-                `seeds` means s + r for request r, and None draws one for each request.
+                by row, [num_rows, ...]; all other tensors are by slot, [num_slots, ...] in place of [batch, ...]. A
+                number s as `seeds` means s + r for request r, and None draws one for each request.
 
         Returns:
             As for a call: [batch, num_draft_tokens + 1] token ids, and counts.
@@ -315,8 +319,8 @@ class RejectionSampler:
         Raises:
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape, device or value. On a CUDA device values are not checked: a
-            request with rows outside target_logits, with more than num_draft_tokens + 1 rows, or with a slot out of range
-            emits token 0 and is marked invalid.
+                request with rows outside target_logits, with more than num_draft_tokens + 1 rows, or with a slot out of
+                range emits token 0 and is marked invalid.
 
         Example:
             >>> import torch
@@ -365,11 +369,12 @@ class RejectionSampler:
             token_ids: [batch, nodes] int32 or int64. Node 0 is the last token of the text, its id is ignored. A node whose
                 id is outside the vocabulary, such as -1, is padding, as are its descendants.
             parents: [batch, nodes] int32 or int64, or [nodes] for all requests: the node before each node, in any order.
-            A node whose parent is -1 or not a node is padding; the entry of node 0 is ignored. Of equal siblings the
-            lowest node counts. max_depth: the most drafts that can be accepted; the number of rounds is one more.
-            row_starts: [batch + 1] int32 or int64, of a packed call. slots: [batch] int32 or int64, of a packed call, as
-            in [`packed`][specdecode.RejectionSampler.packed]. **options: the keyword arguments of a call, except those
-            about draft logits. `positions` belong to the first
+                A node whose parent is -1 or not a node is padding; the entry of node 0 is ignored. Of equal siblings the
+                lowest node counts.
+            max_depth: the most drafts that can be accepted; the number of rounds is one more.
+            row_starts: [batch + 1] int32 or int64, of a packed call.
+            slots: [batch] int32 or int64, of a packed call, as in [`packed`][specdecode.RejectionSampler.packed].
+            **options: the keyword arguments of a call, except those about draft logits. `positions` belong to the first
                 token after node 0. `adjustments` count the drafts on the path to a row, and have a mask for each node.
 
         Returns:
@@ -433,8 +438,11 @@ class RejectionSampler:
             target_logits: as for a call; one request is enough.
             draft_token_ids: as for a call. With no drafts, only the kernels for steps without drafts are compiled.
             draft_logits: as for a call. If given, the kernels of [`draft`][specdecode.RejectionSampler.draft] are
-            compiled, too. row_starts: if given, the arguments are as for [`packed`][specdecode.RejectionSampler.packed].
-            num_draft_tokens: as for a packed call. slots: as for a packed call. row_positions: as for a packed call.
+                compiled, too.
+            row_starts: if given, the arguments are as for [`packed`][specdecode.RejectionSampler.packed].
+            num_draft_tokens: as for a packed call.
+            slots: as for a packed call.
+            row_positions: as for a packed call.
             **options: the keyword arguments of a call.
 
         Raises:
@@ -550,7 +558,7 @@ class RejectionSampler:
             top_p: as `top_k`.
             min_p: as `top_k`.
             width: the number of siblings to draw for [`tree`][specdecode.RejectionSampler.tree], at most 8; only with
-            `"strict"`. The first is the token that is drawn without `width`. None: no siblings.
+                `"strict"`. The first is the token that is drawn without `width`. None: no siblings.
 
         Returns:
             Token ids, [batch]; with `width` [batch, width], ordered by how likely each is the target's own token, then -1

@@ -48,7 +48,8 @@ def top_logprobs(inputs: Inputs, raw_logits: Any | None, count: int) -> tuple[Te
     Args:
         inputs: the batch.
         raw_logits: [batch, num_draft_tokens + 1, vocab] for the raw rows, at temperature 1, untruncated; None for the
-        sampled rows. count: the number of tokens.
+            sampled rows.
+        count: the number of tokens.
 
     Returns:
         [batch, num_draft_tokens + 1, count] int64 and float32; -1 and -inf after the last possible token.

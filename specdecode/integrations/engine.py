@@ -154,7 +154,7 @@ def warm_up(
         sampler: makes the calls.
         calls: arguments of `sampler.warmup`.
         share: the fields of a `Share`: this process's part of the compilation, if several processes need the same
-        kernels.
+            kernels.
     """
     warmups = [functools.partial(sampler.warmup, **call) for call in calls]
     if calls and calls[0]["target_logits"].is_cuda:

@@ -137,7 +137,7 @@ def compile_all(launches: Sequence[Launch], device: torch.device) -> list[Any]:
 
 
 class Share(NamedTuple):
-    """This process's share of the compilation, among several processes with one cache."""
+    """The share of the compilation of this process, among several processes with one cache."""
 
     rank: int = 0
     ranks: int = 1

@@ -14,14 +14,16 @@ class Method:
     Attributes:
         name: of the method; a step without drafts uses `strict`.
         reads_drafts: whether it reads draft logits. If not, its decision about a draft also draws the token that replaces
-        the draft. decides_block: whether separate launches, between reading and emitting, decide about all drafts of a
-        request. decide_while_reading: decides about a draft whose rows have been read, in a large batch; None: decided
-        later. decide_before_truncation: the same for rows that are truncated afterwards. decide: returns whether the
-        draft is accepted (False if separate launches decide), the row's `Normalizer`, and a source: the input of `draw`,
-        or the token itself if `draw` is None. The two functions above return the same three values; their source is not
-        used. draw: draws the recovered or bonus token from the source; None: `decide` has drawn it.
-        num_warps: of a program that emits, without draft logits; with draft logits it has 8. large_rows: the number of
-        rows from which a batch is large: early decisions, which save reading rows, pay off.
+            the draft.
+        decides_block: whether separate launches, between reading and emitting, decide about all drafts of a request.
+        decide_while_reading: decides about a draft whose rows have been read, in a large batch; None: decided later.
+        decide_before_truncation: the same for rows that are truncated afterwards.
+        decide: returns whether the draft is accepted (False if separate launches decide), the row's `Normalizer`, and a
+            source: the input of `draw`, or the token itself if `draw` is None. The two functions above return the same
+            three values; their source is not used.
+        draw: draws the recovered or bonus token from the source; None: `decide` has drawn it.
+        num_warps: of a program that emits, without draft logits; with draft logits it has 8.
+        large_rows: the number of rows from which a batch is large: early decisions, which save reading rows, pay off.
     """
 
     name: str
