@@ -30,6 +30,7 @@ class Walk(NamedTuple):
     parents: Tensor  # [batch, nodes] int64, -1 for node 0 and for nodes that cannot be followed
     first_row: Tensor  # [batch] int64, the row of node 0
     row: Tensor  # [batch] int64, the row of the current node; -1 if the walk has ended, or there is no row
+    position: Tensor  # [batch] int64, the position of the token drawn from that row
     token_ids: Tensor  # [batch, max_depth + 1] int64, -1 where nothing is emitted
     nodes: Tensor  # [batch, max_depth] int32, -1 where nothing is accepted
     num_accepted: Tensor  # [batch] int32
@@ -48,6 +49,7 @@ def start(batch: TreeBatch) -> Walk:
         parents,
         first_row,
         torch.where(last_node >= 0, first_row, -1),
+        torch.zeros_like(first_row) if batch.rows.positions is None else batch.rows.positions.clone(),
         first_row.new_full((len(first_row), batch.max_depth + 1), -1),
         first_row.new_full((len(first_row), batch.max_depth), -1, dtype=torch.int32),
         torch.zeros_like(first_row, dtype=torch.int32),
@@ -83,6 +85,7 @@ def advance(batch: TreeBatch, walk: Walk, output: SamplerOutput, depth: int) -> 
     walk.nodes[:, depth] = child.where(is_found, -1)
     walk.num_accepted.add_(is_found)
     walk.row.copy_(torch.where(is_found, walk.first_row + child, -1))
+    walk.position.add_(1)
 
 
 def walk_in_rounds(
@@ -94,7 +97,7 @@ def walk_in_rounds(
     """Walk from node 0 through the nodes whose tokens are the target's own, with one `strict` step a round."""
     rounds = []
     for depth in range(batch.num_rounds):
-        rounds.append(verify("strict", batch.round(walk.row, walk.token_ids[:, :depth])))
+        rounds.append(verify("strict", batch.round(walk.row, walk.position, walk.token_ids[:, :depth])))
         advance(batch, walk, rounds[-1], depth)
         if on_host(walk.row) and bool((walk.num_accepted <= depth).all()):
             break
@@ -121,11 +124,10 @@ def columns(name: str, rounds: list[SamplerOutput], token_ids: Tensor) -> Tensor
 
 @torch.no_grad()
 def siblings(batch: RowBatch, width: int) -> Tensor:
-    """Draw the children of a node from each row, [batch, width] int64, ordered by how likely each is the target's own
-    token.
+    """Draw the children of a node from each row, [batch, width] int64, the likeliest first.
 
-    They are the tokens with the smallest lags in the race that draws the target's own token; -1 if fewer are possible.
-    For greedy requests they are the tokens with the largest logits.
+    They are the tokens with the smallest lags in the race that draws the target's own token, so the likeliest to be this
+    token come first; -1 if fewer are possible. For greedy requests they are the tokens with the largest logits.
     """
     temperature, greedy = row_temperature(batch.temperature, batch.logits)
     seeds, positions = seeds_and_positions(batch, torch.arange(len(batch.logits), device=batch.logits.device))
@@ -149,8 +151,8 @@ def siblings(batch: RowBatch, width: int) -> Tensor:
 
 
 def race_order(weights: Tensor, seeds: Tensor, positions: Tensor, width: int) -> Tensor:
-    """Return the `width` tokens with the smallest lags in the two-level race of weights [rows, padded vocab], [rows,
-    width] int64.
+    """Return the tokens with the smallest lags in the two-level race, [rows, width] int64, given [rows, padded vocab]
+    weights.
 
     The lag of a token is log t_b - log t_best + log t_v - log t_first. The times t = E / w are of its block, of the first
     block, of the token itself, and of the first token of its block. Only the first `width` blocks can matter.
@@ -175,8 +177,8 @@ def race_order(weights: Tensor, seeds: Tensor, positions: Tensor, width: int) ->
 
 
 def likeliest(logits: Tensor, width: int) -> Tensor:
-    """Return the tokens with the largest logits, [rows, width] int64; -1 if fewer are finite; token 0 first if none
-    is.
+    """Return the tokens with the largest logits, [rows, width] int64, then -1; token 0 first in rows without finite
+    logits.
     """
     values = logits.to(torch.promote_types(logits.dtype, torch.float32)).nan_to_num(
         nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf
