@@ -1,5 +1,4 @@
-"""Greedy verification: the target always emits its most likely token, so a draft is accepted if and only if it is that
-token.
+"""Greedy verification: the target emits its most likely token, so a draft is accepted if and only if it is that token.
 
 1. Accept drafts as long as each is the argmax of its row.
 2. At the first draft that is not, emit the argmax instead. If all drafts are accepted, emit the argmax of the last row.

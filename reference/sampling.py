@@ -146,8 +146,7 @@ def cutoff(logits, sampling: Sampling) -> int:
 
 
 def spread(draft_logits, draft_vocab_ids, vocab_size: int):
-    """Return the row of a draft model with its own vocabulary over the target's tokens; -inf for tokens that the draft
-    lacks.
+    """Return a row over the draft's own vocabulary as a row over the target's tokens; -inf for tokens that the draft lacks.
 
     Draft id i is the target's token draft_vocab_ids[i]. Truncate the row before.
 
@@ -216,8 +215,7 @@ def sample(logits, *, temperature: float = 1.0, seed: int = 0, position: int = 0
 
 
 def processed_logprobs(target_logits, token_ids, sampling: Sampling):
-    """Return log p'(y) of each emitted token y, where p' is the scaled and truncated distribution that the target samples
-    from.
+    """Return log p'(y) of each emitted token y, where p' is the target's scaled and truncated distribution.
 
     Every exact method emits y with this very probability, whether y was accepted, recovered or a bonus token. So the
     residual, from which a recovered token is drawn after a rejection, does not appear: it is the distribution of y given the

@@ -223,8 +223,7 @@ def traversal(target_probs, draft_probs, token_ids, parents, uniforms, replaceme
 
 
 def siblings(log_weights, block_gumbels, token_gumbels, width: int, block_size: int = BLOCK_SIZE) -> list[int]:
-    """Return the first `width` tokens of a race on two levels, the tokens with the smallest `lags`; fewer if fewer have a
-    weight.
+    """Return the `width` tokens with the smallest `lags` of a race on two levels; fewer if fewer have a weight.
 
     With one block, a lag is the logarithm of E(v) / w(v) divided by its smallest value. So the tokens come in the order
     of the exponential race: they are a sample without replacement. With more blocks they are not, but the first token is
@@ -240,8 +239,7 @@ def siblings(log_weights, block_gumbels, token_gumbels, width: int, block_size: 
 
 
 def lags(log_weights, block_gumbels, token_gumbels, width: int, block_size: int = BLOCK_SIZE):
-    """Return the lag of each token, [vocab]: (best block score - its block's score) + (best score in its block - its
-    own).
+    """Return the lag of each token, [vocab]: (best block score - its block's score) + (best score in its block - its own).
 
     The selected token has lag 0. The first k tokens are in the k best blocks, because the best token of a block has the
     lag of its block. So the tokens of other blocks get infinity.

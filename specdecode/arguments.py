@@ -544,9 +544,7 @@ def check_slots(slots: Tensor | None, row_starts: Tensor, of: str | None, num_sl
 
 
 def check_argument(name: str, tensor: Tensor | None, sizes: Sizes, prefix: str = "") -> Any:
-    """Return a tensor, or None, in the form that backends take; raise unless it matches its description in
-    `ARGUMENTS`.
-    """
+    """Return a tensor, or None, in the form that backends take; raise unless it matches its description in `ARGUMENTS`."""
     if tensor is None:
         return None
     argument = ARGUMENTS[name]

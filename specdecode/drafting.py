@@ -15,9 +15,7 @@ from specdecode.sharding import VocabShard, check_shard
 
 
 class DraftOutput(NamedTuple):
-    """The result of one drafting step: a token per request, and the logsumexp that verification would otherwise compute
-    again.
-    """
+    """The result of one drafting step: a token per request, and the logsumexp, which saves verification time."""
 
     token_ids: Tensor
     """[batch] int64; with `width` [batch, width]."""

@@ -108,17 +108,13 @@ class VocabShard:
         return draft_logits.shape[-1] == self.vocab_size > max(self.layout(draft_logits).lengths)
 
     def share(self, batch: int, rank: int | None = None) -> slice:
-        """Return the range of requests of a rank, by default this one; shares are equal except at the end, where they may
-        be empty.
-        """
+        """Return the range of requests of a rank, by default this one; the last shares may be smaller or empty."""
         most = -(-batch // self.group.size())
         first = min(batch, most * (self.group.rank() if rank is None else rank))
         return slice(first, min(batch, first + most))
 
     def own_rows(self, columns: Tensor) -> Tensor:
-        """Return whole rows of this rank's requests, [share, ..., vocab], given its columns of all rows, [batch, ...,
-        local].
-        """
+        """Return whole rows of this rank's requests, [share, ..., vocab], given columns of all rows, [batch, ..., local]."""
         layout = self.layout(columns)
         expected = layout.lengths[self.group.rank()]
         if columns.shape[-1] == self.vocab_size == max(layout.lengths):

@@ -1,6 +1,4 @@
-"""The devices of the tests: every backend on every device of the machine; without a GPU, kernels in Triton's
-interpreter.
-"""
+"""The devices of the tests: every backend on every device of the machine; without a GPU, kernels in Triton's interpreter."""
 
 import importlib.util
 import itertools

@@ -1,6 +1,4 @@
-"""The afternoon of docs/learn: its checks distinguish skeletons from solutions, and the pages show the printed
-outputs.
-"""
+"""The afternoon of docs/learn: its checks distinguish skeletons from solutions, and the pages show the printed outputs."""
 
 import contextlib
 import io

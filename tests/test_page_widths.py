@@ -1,7 +1,4 @@
-"""Every page of the site loads without an error, is no wider than the screen, and hides no part of a table or of code: on a
-desk all of it is shown, on smaller screens the rest is a scroll away, and a shadow says so. On a phone, figures and widgets
-have no text below 12 px.
-"""
+"""Every page of the site loads without an error, is no wider than the screen, and hides no part of a table or of code."""
 
 import re
 

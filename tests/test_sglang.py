@@ -396,8 +396,7 @@ TREE_DEPTH = 3
 
 
 def tree(token_ids, parents, max_depth=TREE_DEPTH, topk=4):
-    """Return SGLang's verify input for trees [batch, nodes]; as in SGLang's kernel, the children of a node are linked in
-    order.
+    """Return SGLang's verify input for trees [batch, nodes]; the children of a node are linked in order, as in SGLang.
 
     Nodes with parent -1 are not linked.
     """
@@ -427,9 +426,7 @@ def repeated(verify_input, times):
 
 
 def drafted_trees(batch=40, nodes=9, vocab=50, seed=0):
-    """Return logits, token ids and parents of different trees: children are likely tokens, one node in eight is
-    padding.
-    """
+    """Return logits, token ids and parents of different trees: children are likely tokens, one node in eight is padding."""
     generator = torch.Generator().manual_seed(seed)
     logits = 4 * torch.randn(batch, nodes, vocab, generator=generator)
     likeliest = logits.topk(3, dim=-1).indices

@@ -52,9 +52,7 @@ def verify(sampler: RejectionSampler, **call: Any) -> Any:
 
 @pytest.mark.parametrize("bounds", [TWO, THREE, EMPTY, EVEN], ids=str)
 def test_every_rank_returns_the_bits_of_one_process(bounds, ranks_of):
-    """Calls of every method and option, padded and packed, also with fewer requests than ranks; draft rows whole or
-    columns.
-    """
+    """Calls of every method and option, padded and packed, with few or many requests; draft rows whole or columns."""
     ranks = ranks_of(*bounds)
     for seed in range(40):
         method, call = random_call(seed, ranks.vocab_size)

@@ -105,9 +105,7 @@ def test_small_kernels_follow_the_corner_rules(method, version):
 
 
 def test_the_residual_of_block_verification_is_that_of_the_running_ratio():
-    """After the first draft c = 1/2. Then c p - q = (.14, -.01, -.63): only token 0 remains. In p - q token 1 would,
-    too.
-    """
+    """After the first draft c = 1/2. Then c p - q = (.14, -.01, -.63): only token 0 remains. In p - q token 1 would, too."""
     target = torch.tensor([[0.3, 0.6, 0.1], [0.48, 0.48, 0.04], [1.0, 1.0, 1.0]]).log().repeat(40, 1, 1)
     draft = torch.tensor([[0.6, 0.3, 0.1], [0.1, 0.25, 0.65]]).log().repeat(40, 1, 1)
     keys = torch.stack([torch.arange(40), torch.zeros(40, dtype=torch.int64)], dim=1)

@@ -42,9 +42,7 @@ NAN, INF = math.nan, math.inf
 
 
 def embedded(tensor: Tensor, around: int) -> Tensor:
-    """Put the values into a larger tensor, `around` elements from its ends in the last dimension and one in the
-    others.
-    """
+    """Put the values into a larger tensor, `around` elements from its ends in the last dimension and one in the others."""
     margins = [1] * (tensor.ndim - 1) + [around]
     shape = [size + 2 * margin for size, margin in zip(tensor.shape, margins)]
     larger = tensor.new_full(shape, NAN if tensor.is_floating_point() else 0)
@@ -247,9 +245,7 @@ def check_form(output: SamplerOutput, arguments: dict) -> None:
 
 
 def check_case(seed: int, device: str = "cuda", most_bytes: int = MOST_BYTES) -> tuple[int, int | None]:
-    """Run one case in every way; return the number of requests, and of requests with eager's tokens (None: not
-    compared).
-    """
+    """Run one case in every way; return the number of requests, and of requests with eager's tokens (None: not compared)."""
     case = make_case(seed, device, most_bytes)
     sampler = RejectionSampler(case.method, backend="triton", schedule=case.schedule)
     kernels = backends.choose("triton", case.arguments["target_logits"])

@@ -320,8 +320,7 @@ def test_rejection_and_traversal_are_exact_for_the_law_that_drew_the_siblings_al
 
 
 def race_match(target_row: list, draft_row: list, width: int) -> list:
-    """Return for each token v the probability that the target's race selects it and it is among the first `width` of the
-    draft's.
+    """Return for each token the probability that the target selects it and it is among the draft's first `width`.
 
     Given E_v = e, every other E_i must be above e p_i / p_v, and fewer than `width` of them below e q_i / q_v. The tokens
     below form a set with q_i / q_v > p_i / p_v. Sum the sets' probabilities, and integrate over the exponential e.
@@ -380,9 +379,7 @@ def test_the_race_on_one_block_draws_siblings_without_replacement():
 
 
 def shared_mean(target: Table, draft: Table, width: int, depth: int, prefix: tuple = ()) -> Fraction:
-    """Return the mean accepted drafts of a full tree of siblings that share the target's noise, with one race at each
-    node.
-    """
+    """Return the mean accepted drafts of a full tree of siblings that share the target's noise, one race a node."""
     if depth == 0:
         return Fraction(0)
     matches = enumerate(race_match(target(prefix), draft(prefix), width))
@@ -400,9 +397,7 @@ TABLE = {
 
 
 def mean_accepted(weight: Fraction, models: int = 4) -> list[float]:
-    """Return a row of the page's table: full trees of width 2 and depth 2 over three tokens, the mean over pairs of
-    models.
-    """
+    """Return a row of the page's table: full trees of width 2 and depth 2 over three tokens, mean over pairs of models."""
     names = [("target-only", 2), ("rejection", 0), ("rejection-without-replacement", 0)]
     names += [("traversal", 0), ("traversal-without-replacement", 0)]
     sums = np.zeros(len(names) + 3)
@@ -432,9 +427,7 @@ def zipf_rows(random: np.random.Generator, exponent: float, noise: float, vocab:
 
 
 def acceptance_at_one_node(exponent: float, noise: float, rows: int = 24, draws: int = 60) -> dict[str, list[float]]:
-    """Return the probabilities that one of 2, and of 4, siblings is accepted: simulated for shared noise, otherwise
-    exact.
-    """
+    """Return the probabilities that one of 2, or 4, siblings is accepted: simulated for shared noise, otherwise exact."""
     widths = 2, 4
     rates = {name: np.zeros(2) for name in ("likeliest", "without replacement", "shared noise")}
     for row in range(rows):

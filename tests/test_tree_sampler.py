@@ -35,9 +35,7 @@ class Trees(NamedTuple):
 
 
 def trees(vocab: int, dtype: torch.dtype, seed: int, requests: int = REQUESTS, nodes: int = NODES) -> Trees:
-    """Return trees in any order, deeper than `DEPTH`, with likely drafts, equal siblings, padding, cycles and invalid
-    ids.
-    """
+    """Return trees in any order, deeper than `DEPTH`, with likely drafts, equal siblings, padding, cycles, invalid ids."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, *shape: int) -> Tensor:

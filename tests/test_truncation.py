@@ -282,9 +282,7 @@ def test_a_top_k_of_one_is_greedy_where_no_draft_row_matters(method, monkeypatch
 @pytest.mark.parametrize("options", TRUNCATIONS)
 @pytest.mark.parametrize("method", ["probabilistic", "block", "strict"])
 def test_drafting_hands_on_what_verification_needs(method, options):
-    """With the logsumexp and the cutoff of truncated draft rows, the tokens are the same as after reading the rows
-    again.
-    """
+    """With the logsumexp and the cutoff of truncated draft rows, the tokens are the same as after reading the rows again."""
     batch, options, sampler = case(6, 3, 1500, torch.bfloat16, seed=4), TRUNCATIONS[options], sampler_of(method)
     numbers = {"temperature": batch.temperature, "seeds": batch.seeds}
     steps = [

@@ -67,8 +67,7 @@ def shown(value: float) -> str:
 
 
 def with_marks(texts: Iterable[str]) -> tuple[list[str], str]:
-    """Return texts with a letter at each number that is not of the most frequent commit, and a line of HTML with the
-    commits.
+    """Return texts with a letter at each number of a less frequent commit, and a line of HTML with the commits.
 
     >>> with_marks(["8.1^7a917ca^", "9.0^7a917ca^ (8.8^64c83f6^)", ""])[0]
     ['8.1', '9.0 (8.8ᵃ)', '']
@@ -373,9 +372,7 @@ def truncation_in_vllm_table(record: str) -> str:
 
 
 def logprobs_table(record: str, method: str, kind: str = "log-probabilities") -> str:
-    """Compare calls that return log-probabilities, or the lists of another `kind` of group, with the same call without
-    them.
-    """
+    """Compare calls that return log-probabilities, or the lists of another `kind`, with the same call without them."""
     found = cells(record, kind=kind, rows="realistic")
     results = [cell for cell in found if cell.provider.rpartition(", ")[0] == method]
     results.sort(key=lambda cell: (cell.count, cell.drafts, cell.temperature))

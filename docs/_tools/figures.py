@@ -286,9 +286,7 @@ def timeline_figure() -> str:
 
 
 def runs_figure() -> str:
-    """Draw ten drafts with the frequencies of q, the outcome of each, and the emitted tokens with the frequencies of
-    p.
-    """
+    """Draw ten drafts with the frequencies of q, the outcome of each, and the emitted tokens with the frequencies of p."""
     words = ["the", "a", "my"]
     p, q, runs = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6]), 10
     accepted = [runs * q[i] * acceptance_probability(p[i], q[i]) for i in range(3)]
@@ -421,9 +419,7 @@ def numbers(values: Any) -> str:
 
 
 def strict_step_figure() -> str:
-    """Draw one step of strict verification: the noise of each position determines the draft and the target's own
-    sample.
-    """
+    """Draw one step of strict verification: the noise of each position determines the draft and the target's own sample."""
     drafts, samples = ["sat", "on", "my"], ["sat", "on", "the"]
     left, pitch, width = 64, 74, 66
     parts = []
@@ -621,9 +617,7 @@ def node(x: float, y: float, width: float, height: float, lines: list[str], look
 
 
 def block_bars_figure() -> str:
-    """Draw a bar for each path of two drafts: its width is the path's probability, its height the acceptance
-    probability.
-    """
+    """Draw a bar for each path of two drafts: its width is the path's probability, its height the acceptance probability."""
     left, right, top, bottom = 46, WIDTH - 14, 34, 214
     paths = draft_paths(2)
     parts = [text(4, 14, "both drafts accepted, given these drafts", "label", "start")]

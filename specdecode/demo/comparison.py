@@ -1,6 +1,4 @@
-"""The comparison that `specdecode demo` prints: the decisions of three methods on the same drafts, and the calls
-saved.
-"""
+"""The comparison that `specdecode demo` prints: the decisions of three methods on the same drafts, and the calls saved."""
 
 from __future__ import annotations
 
@@ -163,8 +161,7 @@ def run_demo(options: Namespace, console: Console) -> None:
 
 
 def compare_methods(options: Namespace, console: Console) -> None:
-    """Generate texts with and without drafts, show a part of one, and tabulate accepted drafts and saved calls of each
-    method.
+    """Generate texts with and without drafts, show a part, and tabulate accepted drafts and saved calls of each method.
 
     Raises:
         ValueError: the texts are so short that no step has K drafts; also the errors of `Models.load` and `generate`.
@@ -248,9 +245,7 @@ def tree_of(depth: int) -> list[int]:
 
 
 def accepted_in(steps: Sequence[Step], num_draft_tokens: int, max_new_tokens: int) -> torch.Tensor:
-    """Return the numbers of accepted drafts, [steps, 1], of steps with up to K drafts; steps limited to fewer are left
-    out.
-    """
+    """Return the numbers of accepted drafts, [steps, 1], of the steps that may have K drafts."""
     lengths, accepted = Counter[int](), []
     for step in steps:
         if lengths[step.request] + num_draft_tokens < max_new_tokens:

@@ -5,8 +5,7 @@ from torch import Tensor
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's argmax (the lowest id on ties, NaN counts as -inf), and whether the row has no finite logit and
-    no +inf.
+    """Return each row's argmax (lowest id on ties, NaN counts as -inf), and whether the row has only -inf.
 
     Args:
         logits: [..., vocab] any float.

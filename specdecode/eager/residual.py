@@ -98,9 +98,7 @@ def most_left(log_sum_ratio: Tensor, log_running_ratio: Tensor) -> Tensor:
 
 
 def leave_out(weights: Tensor, token_ids: Tensor, log_sum_ratio: Tensor, log_running_ratio: Tensor) -> Tensor:
-    """Limit the weight of one token of each row to `most_left`, in place; [rows, vocab] weights, the other arguments
-    [rows].
-    """
+    """Limit the weight of one token of each row to `most_left`, in place: [rows, vocab] weights, other arguments [rows]."""
     return weights.scatter_reduce_(1, token_ids[:, None], most_left(log_sum_ratio, log_running_ratio)[:, None], "amin")
 
 

@@ -151,8 +151,7 @@ def siblings(batch: RowBatch, width: int) -> Tensor:
 
 
 def race_order(weights: Tensor, seeds: Tensor, positions: Tensor, width: int) -> Tensor:
-    """Return the tokens with the smallest lags in the two-level race, [rows, width] int64, given [rows, padded vocab]
-    weights.
+    """Return the tokens with the smallest lags in the race of [rows, padded vocab] weights, [rows, width] int64.
 
     The lag of a token is log t_b - log t_best + log t_v - log t_first. The times t = E / w are of its block, of the first
     block, of the token itself, and of the first token of its block. Only the first `width` blocks can matter.
@@ -177,9 +176,7 @@ def race_order(weights: Tensor, seeds: Tensor, positions: Tensor, width: int) ->
 
 
 def likeliest(logits: Tensor, width: int) -> Tensor:
-    """Return the tokens with the largest logits, [rows, width] int64, then -1; token 0 first in rows without finite
-    logits.
-    """
+    """Return the tokens with the largest logits, [rows, width] int64, then -1; token 0 in rows without finite logits."""
     values = logits.to(torch.promote_types(logits.dtype, torch.float32)).nan_to_num(
         nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf
     )

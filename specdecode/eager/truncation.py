@@ -113,8 +113,7 @@ def is_whole(sampling: RowSampling) -> Tensor:
 
 
 def read(models: tuple[Tensor, ...], samplings: tuple[RowSampling, ...]) -> tuple[Rows, Tensor | None]:
-    """Copy rows of raw logits, truncated by their own sampling parameters and rescaled to the temperature of the first
-    model.
+    """Copy rows of raw logits, each truncated by its own parameters and rescaled to the temperature of the first model.
 
     Args:
         models: [..., vocab] raw logits of the target, and of the draft if it is needed, possibly as `DraftVocabRows`.

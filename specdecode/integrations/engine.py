@@ -257,9 +257,7 @@ class StepMetrics:
         self.tick()
 
     def tick(self) -> None:
-        """Log the ended interval once its sums are copied; end the current interval if it is time. Called in every
-        step.
-        """
+        """Log the ended interval once its sums are copied; end the current interval if it is time. Called in every step."""
         if self.ended is not None and (self.ended.copied is None or self.ended.copied.query()):
             self.log(self.ended)
             self.ended = None

@@ -265,9 +265,7 @@ class EagleSample:
         return call
 
     def state_of(self, step: StepInputs) -> RequestState:
-        """Return the state of a step's requests, computed once for a batch, because each operation delays the step on the
-        host.
-        """
+        """Return the state of a step's requests, computed once for a batch: each operation delays the step on the host."""
         info = step.info
         given = info.temperatures, info.top_ks, info.sampling_seed
         if self.requests is None or any(old is not new for old, new in zip(self.requests.given, given)):
@@ -389,9 +387,7 @@ def warm_up_trees(call: dict[str, Any], info: Any) -> None:
 
 
 def as_tree_result(output: TreeOutput, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an output as SGLang's `predict`, `accept_lens` and `accept_index`, with each token at the row of its
-    node.
-    """
+    """Return an output as SGLang's `predict`, `accept_lens` and `accept_index`, with each token at the row of its node."""
     path = nn.functional.pad(output.nodes, (1, 0))  # node 0 emits the first token
     first_row = num_nodes * first_integers(len(path), path.device)[:, None]
     accept_index = torch.where(path < 0, -1, first_row + path).to(torch.int32)

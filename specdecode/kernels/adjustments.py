@@ -235,7 +235,5 @@ def rarely(FUNCTION: tl.constexpr, row, arguments, sizes):
 
 @triton.jit(noinline=True)
 def apart(FUNCTION: tl.constexpr, row, arguments, sizes):
-    """Call a function with an adjusted row and return its result; the row is passed without its drafts, which are a
-    tensor.
-    """
+    """Call a function with an adjusted row and return its result; the row is passed without its tensor of drafts."""
     return FUNCTION(with_drafts(row, sizes), *arguments, sizes)

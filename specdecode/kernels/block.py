@@ -206,9 +206,7 @@ def load_residual(terms_ptr, log_c):
 
 @triton.jit
 def sum_kernel(inputs, workspace, sizes, config):
-    """Sum `BLOCKS` blocks of a listed residual, or of several residuals in turn if there are fewer programs than
-    residuals.
-    """
+    """Sum `BLOCKS` blocks of a listed residual, or of several in turn if there are more residuals than programs."""
     admit_next_launch(config.OVERLAPS)
     await_launch(config.OVERLAPS)
     chunks = tl.cdiv(sizes.num_blocks, config.BLOCKS)

@@ -62,9 +62,7 @@ def take_top(keys, config):
 
 @triton.jit
 def ranked(scores, blocks):
-    """Return scores >= 0 packed into int64 with their blocks in the low bits: of equal scores the first block's is
-    largest.
-    """
+    """Return scores >= 0 packed with their blocks into int64: of equal scores the first block has the largest value."""
     return (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (blocks ^ LAST_BLOCK)
 
 

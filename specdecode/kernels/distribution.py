@@ -58,9 +58,7 @@ def target_distribution(context, inputs, workspace, sizes):
 
 @triton.jit
 def combine_both(statistics, draft_statistics, row, draft_row, has_draft, temperature, sizes):
-    """Return the distributions of a target and a draft row in the time of one; without a draft the second is
-    undefined.
-    """
+    """Return the distributions of a target and a draft row in the time of one; without a draft the second is undefined."""
     row_max, draft_max = tl.reduce((statistics[0], draft_statistics[0]), 0, larger_of_both)
     block_sums = relative_sums(row_max, statistics, temperature)
     draft_sums = relative_sums(draft_max, draft_statistics, temperature)
@@ -99,8 +97,7 @@ def sum_both_in_order(weights, others):
 
 @triton.jit
 def is_finite(p):
-    """Return whether the statistics give the distribution: not if the row is greedy, or has a NaN or an infinity that
-    matters.
+    """Return whether the statistics give the distribution: not if the row is greedy, or a NaN or an infinity matters.
 
     A finite largest logit adds 1 to the sum. The sum of a greedy row, and of a row of -inf, is 0; NaN or +inf make it
     NaN.

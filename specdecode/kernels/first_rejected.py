@@ -99,9 +99,7 @@ def is_surely_accepted(state_ptr, request, offset, sizes):
 
 @triton.jit
 def state_of_bits(state_ptr, sizes, PUBLISHED: tl.constexpr):
-    """Return a pointer to the row bits of requests: after all counters, at an even index, if first rejections were
-    published.
-    """
+    """Return a pointer to the row bits: after all counters, at an even index, if first rejections were published."""
     if PUBLISHED:
         length = sizes.batch.to(tl.int64) * (FIELDS + sizes.num_draft_tokens + 1)
         state_ptr += length + length % 2

@@ -48,9 +48,7 @@ def differs_from_raw(context, inputs, workspace):
 
 @triton.jit
 def normalizer_asked(context, normalizer, raw, inputs, workspace, sizes):
-    """Return the normalizer of the requested log-probabilities: the given one, or the one of the row's `raw`
-    statistics.
-    """
+    """Return the normalizer of the requested log-probabilities: the given one, or the one of the row's `raw` statistics."""
     if workspace.raw_statistics_ptr is not None:
         if differs_from_raw(context, inputs, workspace):
             row = stored_target_row_at(context.request, context.offset, inputs)

@@ -41,9 +41,7 @@ def hand_in(outputs, state_ptr, context, token, logprob, sizes):
 
 @triton.jit
 def store_output(outputs, drafts, counted, request, first_rejected, invalid, sizes):
-    """Write the accepted drafts, -1 after the first rejected row, and the counts; `store_token` writes the row's
-    token.
-    """
+    """Write the accepted drafts, -1 after the first rejected row, and the counts; `store_token` writes the row's token."""
     num_drafts, ids = counted
     for start in range(0, sizes.num_draft_tokens + 1, TILE):
         offsets = start + tl.arange(0, TILE)

@@ -53,9 +53,7 @@ def select_block(block_sums, exponentials):
 
 @triton.jit
 def token_weights(logits, row_max, temperature):
-    """Return the weights 2^60 exp((l - row_max) / T): in a block that can be selected, no token that matters
-    underflows.
-    """
+    """Return the weights 2^60 exp((l - row_max) / T): in a block that can be selected, no token that matters underflows."""
     return tl.exp2(tl.fma(logits - row_max, base_2_scale(temperature), 60.0))
 
 

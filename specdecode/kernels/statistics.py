@@ -29,9 +29,7 @@ def block_statistics(parts, temperature, INTEGER_MAX: tl.constexpr):
 
 @triton.jit
 def block_statistics_and_raw(parts, temperature, INTEGER_MAX: tl.constexpr):
-    """Return the maximum of each block, its sum of exponentials, and its sum at temperature 1; one pass computes both
-    sums.
-    """
+    """Return each block's maximum, its sum of exponentials, and its sum at temperature 1, computed in one pass."""
     block_max = largest_logits(parts, INTEGER_MAX)
     if (temperature > 0) & (temperature != 1):
         sumexp, raw = sums_of_exponentials(parts, block_max, (base_2_scale(temperature), LOG2_E))
@@ -94,8 +92,7 @@ def sums_of_exponentials(parts, block_max, scales):
 
 @triton.jit
 def sum_blocks(weights):
-    """Return the sums of [BLOCKS, BLOCK_N] weights over the lanes, as a tree: pairs of neighbours, then pairs of sums,
-    and so on.
+    """Return the sums of [BLOCKS, BLOCK_N] weights over the lanes, as a tree: pairs of neighbours, pairs of sums, ...
 
     So the order does not depend on how the compiler distributes lanes over threads, which differs by the row's layout.
     The weights are a tuple: one tensor, or two [BLOCKS, BLOCK_N // 2], of even and of odd lanes.
@@ -149,9 +146,7 @@ def maxima_at(workspace, index, sizes):
 def store_statistics(
     pointer, maxima_ptr, parts, first, temperature, sizes, BLOCKS: tl.constexpr, INTEGER_MAX: tl.constexpr
 ):
-    """Store the statistics of `BLOCKS` consecutive blocks of a row, and their lane maxima if wanted, given their
-    parts.
-    """
+    """Store the statistics of `BLOCKS` consecutive blocks of a row, and their lane maxima if wanted, given their parts."""
     store_maxima(maxima_ptr, parts, first, sizes, BLOCKS)
     block_max, sumexp = block_statistics(parts, temperature, INTEGER_MAX)
     store_both(pointer, block_max, sumexp, first, sizes, BLOCKS)

@@ -139,9 +139,7 @@ def do_nothing(launches: int) -> Callable[[], list[torch.Tensor]]:
 
 
 def read_bandwidth(elements: int = 2**30) -> float:
-    """Return the largest read bandwidth of a plain reduction kernel, in bytes per second, over a multiple of 65,536
-    elements.
-    """
+    """Return the largest read bandwidth of a reduction kernel, in bytes per second, over a multiple of 65,536 elements."""
     data = torch.empty(elements, dtype=torch.bfloat16, device="cuda").normal_()
     largest, times = data.max(), []
     for tile, warps in ((2048, 4), (4096, 4), (8192, 8)):

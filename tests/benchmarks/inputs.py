@@ -72,8 +72,7 @@ class Inputs:
 
 
 def with_draft_vocabulary(inputs: Inputs, size: int) -> tuple[Inputs, Tensor]:
-    """Return inputs with draft rows over `size` of the tokens, and the sorted ids of these tokens; other tokens are
-    unlikely.
+    """Return inputs with draft rows over `size` of the tokens, and their sorted ids; other tokens are unlikely.
 
     The target's logits of these tokens are raised by 12, because realistic rows have single tokens that lead by more than
     6.

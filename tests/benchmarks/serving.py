@@ -1,5 +1,4 @@
-"""Serving by vLLM with its own verification and this package's in turn, in one engine: tokens per second, and time by
-kernel.
+"""Serving by vLLM with its own verification and this package's in turn: tokens per second, and time by kernel.
 
 `python -m tests.benchmarks.serving` in the repository's root, with a GPU, vLLM and this package installed. It makes two
 random models that partly agree; `--target DIR --draft DIR` names others. `--record FILE.json` keeps the results.
@@ -62,9 +61,7 @@ class Measuring:
         self.meter.begin(exchange, tokens, modes, stretch, profiled)
 
     def end_measuring(self) -> dict[str, Any]:
-        """Return the results of each step that counts, with times in microseconds; and the times of kernels, if
-        profiled.
-        """
+        """Return the results of each step that counts, with times in microseconds; and the times of kernels, if profiled."""
         return self.meter.end()
 
 
@@ -211,9 +208,7 @@ def sharder_of(runner: Any) -> Any:
 
 
 def random_models(folder: Path, vocab: int, hidden: int, layers: int) -> tuple[Path, Path]:
-    """Write two random Llama models: the draft is the first two layers of the target; later layers of the target add
-    little.
-    """
+    """Write two random Llama models: the draft is the first two layers of the target, whose later layers add little."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -304,8 +299,7 @@ def tokens_of(files: list[Path], model: Path) -> list[int]:
 
 
 def batches_of(requests: int, text: list[int]) -> list[list[list[int]]]:
-    """Return batches of prompts, one prompt for each request: one batch of random tokens, or pieces of a text, at least
-    `TEXTS`.
+    """Return batches of prompts, one for each request: one batch of random tokens, or at least `TEXTS` pieces of a text.
 
     >>> [[len(prompt) for prompt in prompts] for prompts in batches_of(2, [])]
     [[32, 32]]
@@ -352,8 +346,7 @@ def measured_cells(options: argparse.Namespace, drafter: str) -> list[dict[str, 
 
 
 def compared(steps: list[dict[str, Any]], peer: str = "vllm", requests: int | None = None) -> dict[str, Any]:
-    """Return the medians of each verification's steps, and the ratio of tokens per second, ours to a peer's, with its
-    interval.
+    """Return the medians of each verification's steps, and the ratio of tokens per second to a peer's, with its interval.
 
     Args:
         steps: the results of steps.

@@ -294,9 +294,7 @@ def drafts_that_are_accepted(narrow: Inputs, ids: Tensor, method: str) -> tuple[
 @pytest.mark.parametrize("provider", FAST[:4])
 @pytest.mark.parametrize("rows", ["its own", "spread before the call", "spread by the call"])
 def test_draft_vocabularies_on_the_gpu(benchmark, request, inputs, provider, rows, environment):
-    """Time draft vocabularies of 32,000 tokens: with their own rows, and with rows over all tokens, made before or in the
-    call.
-    """
+    """Time draft vocabularies of 32,000 tokens: with short rows, and with full rows, made before or in the call."""
     benchmark.group = f"draft vocabulary of 32,000, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": f"{provider}, rows {rows}", "environment": environment}
     verifier, (narrow, ids) = PROVIDERS[provider], with_draft_vocabulary(inputs, 32_000)
@@ -435,8 +433,7 @@ LARGE = [Shape(batch, drafts, "bfloat16", 0.7) for batch, drafts in ((128, 3), (
 
 
 def reading_that_decides_nothing(monkeypatch, call: Callable[[], Any], output: SamplerOutput) -> dict[str, float]:
-    """Time the launch that reads of a large batch, given the first rejected rows, with counters that no program
-    completes.
+    """Time the launch that reads of a large batch, given the first rejected rows, with counters that no program completes.
 
     It is timed like this, and also without waiting for writes to be visible before programs are counted.
     """
@@ -501,9 +498,7 @@ def test_reading_alone(benchmark, monkeypatch, request, inputs, provider, bytes_
 
 
 def time_calls(benchmark, call: Callable[[], Any]) -> None:
-    """Time a call from Python, without a graph: in a long row of calls; alone, until it returns; alone, until the result
-    is complete.
-    """
+    """Time a call from Python, without a graph: among many calls; alone, until it returns; alone, until it is complete."""
     until_return: list[float] = []
     until_result: list[float] = []
 

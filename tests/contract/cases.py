@@ -117,9 +117,7 @@ def cases_of(backends: Sequence[str], **axes: Sequence[Any]) -> list[Parameters]
 
 
 def make(case: Parameters, sizes: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Return the arguments of the padded call, by name, on the CPU; `sizes` overrides the numbers of requests and
-    drafts.
-    """
+    """Return the arguments of the padded call, by name, on the CPU; `sizes` overrides the numbers of requests and drafts."""
     seed = zlib.crc32(str(case._replace(backend="", layout="")).encode())
     generator, random = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
     usual = (6 if case.vocab > 10_000 else 30, 3) if ON_GPU else (6, 3)
@@ -185,9 +183,7 @@ def numbers_of(case: Parameters, requests: int, generator: torch.Generator) -> d
 
 
 def how_drawn(case: Parameters, temperature: Tensor | float, limits: dict) -> Sampling:
-    """Return the sampling parameters of drafts. The kernels allow another temperature than the target's only without
-    truncation.
-    """
+    """Return the sampling parameters of drafts. With truncation, the kernels allow only the target's temperature."""
     if case.drafts != "drawn otherwise":
         return Sampling(temperature, **limits)
     if not case.backend.startswith("triton"):

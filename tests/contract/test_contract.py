@@ -95,8 +95,7 @@ def test_the_output_is_the_oracles(case):
 
 @pytest.mark.parametrize("case", [*EAGER, *SOME_KERNELS], ids=str)
 def test_a_request_depends_on_nothing_but_itself(case):
-    """Bit for bit, a result is independent of layout, slot, padding, order, other requests, and memory beyond its
-    tensors.
+    """Bit for bit, a result is independent of layout, slot, padding, order, other requests, and memory beyond its tensors.
 
     The eager backend uses PyTorch's sums, whose order on CUDA depends on the shape of the whole batch: there only tokens
     must be equal in other batches.

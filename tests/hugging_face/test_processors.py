@@ -1,5 +1,4 @@
-"""Logits processors receive only texts that a request can have: no invented tokens, and no tokens after the end of a
-text.
+"""Logits processors receive only texts that a request can have: no invented tokens, and no tokens after the end of a text.
 
 A grammar, a table by position or a set of rules knows nothing of other texts, and may raise.
 """

@@ -28,9 +28,7 @@ WORDS = ["a", "b", "ab", " c", "ca", "d", "bd", "<s>"]
 
 
 def word_tokenizer():
-    """Return a tokenizer whose token i decodes to WORDS[i]. The tokens of letters after them are for transformers' own
-    use.
-    """
+    """Return a tokenizer whose token i decodes to WORDS[i]. The tokens of letters after them are for transformers."""
     model = tokenizers.models.BPE({word: i for i, word in enumerate([*WORDS, "c", "e", "f"])}, [])
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.decoder = tokenizers.decoders.Fuse()

@@ -1,6 +1,4 @@
-"""The width of a model's logits defines its tokens, not its config; and objects that are not language models are
-refused.
-"""
+"""The width of a model's logits defines its tokens, not its config; and objects that are not language models are refused."""
 
 import copy
 

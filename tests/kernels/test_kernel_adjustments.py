@@ -31,9 +31,7 @@ def verify(method: str, *arguments: Any, **options: Any) -> SamplerOutput:
 
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 800}])
 def test_the_cutoff_of_a_wide_row_is_that_of_its_adjusted_logits(options):
-    """More tokens are kept than can be compared in pairs, so the row is searched, by ordinals of float32, not of
-    bfloat16.
-    """
+    """More tokens are kept than can be compared in pairs, so the row is searched, by float32 ordinals, not bfloat16's."""
     batch = case(3, 0, 1104, torch.bfloat16, greedy=0, seed=6)
     batch = replace(batch, target_logits=(8 + batch.target_logits * 0.1).bfloat16())
     adjustments = adjustments_for(batch, "penalties")

@@ -37,9 +37,7 @@ def terms_of(planned: PlannedCall, field: Any) -> np.ndarray:
 
 
 def reference_choices(batch: Case, request: int, with_logits: bool) -> list[tuple[Any, float, bool]]:
-    """Return for each number of drafts: the reference's decision, log c, and whether it depends on a residual of two
-    rows.
-    """
+    """Return for each number of drafts the reference's decision, log c, and whether a residual of two rows decides."""
     target, ids, draft = batch.rows(request)
     numbers = batch.request(request)
     temperature, seed, position = numbers["temperature"], numbers["seed"], numbers["position"]

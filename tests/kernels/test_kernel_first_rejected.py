@@ -170,9 +170,7 @@ def test_drafts_end_at_the_first_that_is_no_token_and_the_output_at_the_stop(dra
 
 
 class Rows(NamedTuple):
-    """The rows of a request, each with a program of two steps: it adds its row bits, and writes a token if it is
-    rejected.
-    """
+    """The rows of a request, each with a program of two steps: add the row bits, and write a token if rejected."""
 
     steps_ptr: Pointer  # [count, 2] int32: row and step
     stops_ptr: Pointer  # [rows] int32: whether each is rejected
@@ -187,8 +185,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def take_step(rows, offset, step):
-    """Run one step like `emit.emit_row`: an already drawn token is written first, any other token after the bits are
-    added.
+    """Run one step like `emit.emit_row`: an already drawn token is written first, any other token after the bits are added.
 
     The log-probability of an accepted draft is written before its row's bits are added.
     """

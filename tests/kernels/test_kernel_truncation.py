@@ -402,9 +402,7 @@ def test_block_verification_compares_masses_of_what_is_kept(way):
 
 
 def test_top_p_is_a_share_of_what_top_k_and_min_p_have_kept():
-    """Three of four tokens are kept, with 0.9 of the mass; two of them have 0.75 of this mass, but not 0.75 of the whole
-    mass.
-    """
+    """Three of four tokens are kept, with 0.9 of the mass; two of them have 0.75 of this mass, but not of the whole mass."""
     rows = torch.tensor([[0.1, 0.4, 0.2, 0.3]], device=DEVICE).log()
     for options in ({"top_k": 3, "top_p": 0.75}, {"min_p": 0.3, "top_p": 0.75}):
         assert drawn(rows, 1.0, options)[2].tolist() == [3]

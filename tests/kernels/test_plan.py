@@ -60,9 +60,7 @@ LIMITS = [
 
 @pytest.mark.parametrize(("kind", "requests", "drafts"), LIMITS)
 def test_a_batch_is_large_from_so_many_rows_to_read_on(kind, requests, drafts):
-    """384 rows for strict, 320 for probabilistic, 512 for block, counting target rows, and draft rows if they are
-    read.
-    """
+    """384 rows for strict, 320 for probabilistic, 512 for block, counting target rows, and draft rows if they are read."""
     found = []
     for number in (requests - 1, requests):
         batch = case(number, drafts, 7, torch.float32)

@@ -1,6 +1,4 @@
-"""All variants of a call give the same bits: plans, grids, numbers of tiles; and more drafts than one iteration
-handles.
-"""
+"""All variants of a call give the same bits: plans, grids, numbers of tiles; and more drafts than one iteration handles."""
 
 from dataclasses import replace
 

@@ -135,9 +135,7 @@ def make_row_call(random: np.random.Generator, structure: dict) -> dict:
 
 
 def make_call(random: np.random.Generator, structure: dict) -> dict:
-    """Return valid arguments for a sampler. Half of the drafts are the target's most likely tokens, so that some are
-    accepted.
-    """
+    """Return valid arguments for a sampler. Half of the drafts are the target's likeliest, so that some are accepted."""
     batch, drafts, vocab = structure["batch"], structure["drafts"], structure["vocab"]
     target_dtype, draft_dtype = structure["dtypes"]
     scale, trouble, alike = structure["scale"], structure["trouble"], structure["alike"]

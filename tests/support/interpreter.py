@@ -51,9 +51,7 @@ def prepare_once_per_launch(interpreter: Any) -> None:
         return {id(language), id(language.core)} & {id(value) for value in function.__globals__.values()}
 
     def patch_lang(function: Any) -> Any:
-        """Replace the functions of the language modules that the function's module imports, unless this is done
-        already.
-        """
+        """Replace the functions of the language modules that the function's module imports, unless this is done already."""
         used = modules_of(function)
         if used and used <= patched:
             return None  # the scope to restore, which the interpreter uses only at the launch

@@ -144,9 +144,7 @@ def sizes_of(batch: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
 
 
 class PlannedCall:
-    """The launches of a call, run one by one; `parts` is the workspace between them, `output` is the output that they
-    write.
-    """
+    """The launches of a call, run one by one; `parts` is the workspace between them, `output` is their output."""
 
     def __init__(self, kind: str, batch: Case, **options: Any) -> None:
         calls: list = []

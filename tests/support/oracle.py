@@ -53,9 +53,7 @@ def seed_of(seeds: Tensor | int, index: int) -> int:
 
 
 def draft_rows(arguments: Mapping, index: int, how: Sampling, vocab: int) -> tuple[Any, Sampling, float]:
-    """Return one request's draft rows over the target's tokens, their sampling parameters, and the margin of their
-    truncation.
-    """
+    """Return one request's draft rows over the target's tokens, their parameters, and the margin of their truncation."""
     rows = arguments["draft_logits"][index].double().cpu().numpy()
     ids = arguments.get("draft_vocab_ids")
     if ids is None:
@@ -175,9 +173,7 @@ def assert_form(arguments: Mapping, output: SamplerOutput) -> None:
 
 
 def kept_up_to(row: np.ndarray, cutoff: int) -> list[int]:
-    """Return the tokens of a row up to its cutoff, in the order of decreasing logits, and increasing ids for equal
-    logits.
-    """
+    """Return the tokens of a row up to its cutoff, by decreasing logits, and by increasing ids for equal logits."""
     row = without_nan(row)
     if cutoff < 0:
         return np.flatnonzero(np.isfinite(row)).tolist()

@@ -48,9 +48,7 @@ def packed_rows(batch: Case, counts: Sequence[int], dtype: torch.dtype = torch.i
 
 
 def fed_positions(positions: Tensor, rows: dict[str, Any]) -> Tensor:
-    """Return the `row_positions` of a packed call, given [batch] positions of first drafts; only first rows have right
-    values.
-    """
+    """Return the `row_positions` of a packed call, right only for first rows, given [batch] positions of first drafts."""
     result = positions.new_full((len(rows["target_logits"]),), -9)
     result[rows["row_starts"][:-1].long()] = positions - 1
     return result

@@ -278,9 +278,7 @@ def rejection_sampler(method, states, num_draft_tokens, **members):
 
 
 def step(drafts, logits, slots, positions):
-    """Return the arguments of vLLM's `_verify` without draft_logits: ragged drafts, rows [batch, num_draft_tokens + 1,
-    vocab].
-    """
+    """Return the arguments of vLLM's `_verify` without draft_logits, given ragged drafts and padded rows."""
     lengths = [len(each) + 1 for each in drafts]
     fed = [token for each in drafts for token in (3, *each)]  # 3: each request's last token
     offsets = [i for length in lengths for i in range(length)]

@@ -38,9 +38,7 @@ def flashspec(target_logits, draft_token_ids, draft_logits, *, temperature):
 
 
 def rotalabs_accel(target_logits, draft_token_ids, draft_logits, *, temperature):
-    """Verify by `rejection_sample`, in a loop that stops at the first rejection, as documented; the bonus token is drawn
-    from p.
-    """
+    """Verify by `rejection_sample`, in a loop that stops at the first rejection, as documented; bonus token from p."""
     from rotalabs_accel.speculative.sampling import rejection_sample
 
     if temperature == 0 or draft_logits is None or (draft_token_ids < 0).any():

@@ -167,8 +167,7 @@ def turn(step: int) -> tuple[int, str]:
 
 
 def counted(steps: list[dict[str, Any]], requests: int) -> list[dict[str, Any]]:
-    """Return the steps of a report that count: steps of all requests, followed by another, except the first of each
-    stretch.
+    """Return the steps of a report that count: steps of all requests, followed by another, except the first of each stretch.
 
     `step_us` is the time from the beginning of one verification to the beginning of the next.
     """

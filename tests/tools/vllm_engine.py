@@ -171,9 +171,7 @@ def lists(engine: SwitchedEngine) -> Results:
 
 
 def by_prefix(outputs: list[Any]) -> dict[tuple[int, ...], tuple[dict[int, float], set[int]]]:
-    """Return the log-probabilities and kept set of each verified row, by the tokens before it; one row for each
-    prefix.
-    """
+    """Return the log-probabilities and kept set of each verified row, by the tokens before it; one row for each prefix."""
     found = {}
     for output in outputs:
         for i in (1, 2):

@@ -32,9 +32,7 @@ def common_tokens(texts: Texts) -> list[int]:
 
 
 def penalties_and_biases(text: list[int], common: list[int]) -> dict[str, dict[str, Any]]:
-    """Return kinds of requests, given the text of a plain greedy request, and the tokens that are common in many
-    texts.
-    """
+    """Return kinds of requests, given the text of a plain greedy request, and the tokens that are common in many texts."""
     bias = {common[7]: 3.0, text[1]: -6.0, text[4]: -100.0}
     return {
         "repetition": {"repetition_penalty": 1.3},

@@ -101,9 +101,7 @@ add."""
 
 
 def group_of(sampler: Any) -> Any:
-    """Return vLLM's group of ranks that verify the same requests; None without a group, or if each rank verifies its
-    own.
-    """
+    """Return vLLM's group of ranks that verify the same requests; None without a group, or if each rank verifies its own."""
     if getattr(sampler, "shards_batches", False):
         return None
     try:

@@ -15,9 +15,7 @@ from torch import Tensor
 
 @dataclasses.dataclass
 class StepGrammar:
-    """The masks of a step's grammars, on the device. They are kept until the step ends, even after they have been
-    applied.
-    """
+    """The masks of a step's grammars, on the device, kept until the step ends, even after they have been applied."""
 
     masks: Tensor  # [num_masks, width] int32
     mapping: Tensor  # [num_masks] int32: the request's index times `stride`, plus the row's index in the request

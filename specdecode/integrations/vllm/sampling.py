@@ -1,6 +1,4 @@
-"""The sampler of vLLM's V2 model runner: needs and sampling parameters of requests, and the tokens of steps without
-drafts.
-"""
+"""The sampler of vLLM's V2 model runner: needs and parameters of requests, and the tokens of steps without drafts."""
 
 import functools
 import time
@@ -317,8 +315,7 @@ def why_not_by_kernels(verifier: RejectionSampler, call: dict[str, Any]) -> str 
 
 
 def few_with_processors(step: StepInputs, needs: np.ndarray, starts: np.ndarray | None) -> Requests | None:
-    """Return the requests of a step that need vLLM's copy of logits; None if they are many or the host does not know all
-    rows.
+    """Return the requests of a step that need vLLM's copy of logits; None if many, or if the host does not know all rows.
 
     Args:
         step: the step.

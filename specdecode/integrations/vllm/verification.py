@@ -49,9 +49,7 @@ NO_FINITE_LOGIT = (
 
 
 class DraftVerification(ListedRows):
-    """Mixed into vLLM's `RejectionSampler`: it verifies steps with this package if possible, and leaves other steps to
-    vLLM.
-    """
+    """Mixed into vLLM's `RejectionSampler`: it verifies steps with this package, and leaves unsupported steps to vLLM."""
 
     verifier: ClassVar[RejectionSampler]
     unknown: str | None = None

@@ -141,9 +141,7 @@ def cut_wide(row, row_max, total, temperature, limits, statistics_ptr, list_ptr,
 
 @triton.jit
 def locate_row(index, inputs, sizes):
-    """Return the request and offset of a program's row, and whether it is a draft row; draft rows follow the target
-    rows.
-    """
+    """Return the request and offset of a program's row, and whether it is a draft row; draft rows follow the target rows."""
     num_rows = sizes.num_draft_tokens + 1
     request, offset = index // num_rows, (index % num_rows).to(tl.int32)
     of_draft = False

@@ -193,9 +193,7 @@ def tokens_of_groups(groups, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def list_tokens(level, groups, maxima, most, row, list_ptr, sizes):
-    """List the tokens of a row that reach a level, given groups and their maxima; return the number of tokens, if at most
-    `most`.
-    """
+    """List the tokens of a row that reach a level, given groups and their maxima; return their number, if at most `most`."""
     BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
     groups_ptr = numbers_at(list_ptr)
     reaches = tl.reshape(maxima >= level, [groups.shape[0] // WARP, WARP])

@@ -246,9 +246,7 @@ def last_token(lowest, row, sizes):
 
 @triton.jit
 def wide_cutoff(row, row_max, total, temperature, limits, sizes):
-    """Return the lowest kept logit of a row with a finite maximum, where T > 0, and the number of kept tokens with this
-    logit.
-    """
+    """Return the lowest kept logit of a row with a finite maximum, where T > 0, and the number of kept ties with it."""
     SHIFT: tl.constexpr = ordinal_shift(row.ptr.dtype.element_ty, row.adjustments)
     top_k, top_p, min_p = limits
     scale = base_2_scale(temperature)
