@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from itertools import product
 from types import SimpleNamespace as Namespace
+from typing import get_args
 from unittest.mock import Mock
 
 import numpy as np
@@ -18,11 +19,12 @@ from specdecode import RejectionSampler, Sampling, backends, integrations, sampl
 from specdecode.arguments import check_verification
 from specdecode.batch import VerificationBatch
 from specdecode.integrations import sglang
+from specdecode.integrations.engine import EngineMethod
 from specdecode.integrations.sglang import EagleSample
 from tests.conftest import HAS_TRITON, ON_GPU
 from tests.support import distributions
 
-METHODS = ["probabilistic", "block", "strict"]
+METHODS = list(get_args(EngineMethod))
 DEVICE = "cuda" if ON_GPU else "cpu"
 ALL_TOKENS = 1 << 30
 """SGLang's value of top-k that keeps all tokens."""

@@ -19,11 +19,11 @@ from reference import sampling as reference
 from specdecode import Adjustments, RejectionSampler, SamplerOutput, Sampling
 from tests.conftest import HAS_TRITON, ON_GPU, cover
 from tests.support import adjusted
+from tests.support.calls import METHODS
 from tests.support.differential import like_a_device
 from tests.support.oracle import SCHEDULE, expected_of, number, sampling_of, seed_of
 
 NAN, INF = float("nan"), float("inf")
-METHODS = ["strict", "probabilistic", "block", "synthetic"]
 STRENGTH = 3 if ON_GPU else 2
 NUM_TOP = 5
 NOBODYS = 2

@@ -1,6 +1,7 @@
 """Calls of the sampler, and conditions of every output."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor
 
 from specdecode import AcceptanceSchedule, RejectionSampler, SamplerOutput
 from specdecode.noise import BLOCK_SIZE
+from specdecode.sampler import Method
 
-METHODS = ["strict", "probabilistic", "block", "synthetic"]
+METHODS = list(get_args(Method))
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 INT64 = torch.iinfo(torch.int64)

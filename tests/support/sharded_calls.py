@@ -8,10 +8,10 @@ from torch import Tensor
 
 from specdecode import RejectionSampler, SamplerOutput, Sampling, VocabShard
 from tests.support.adjusted import SOME, adjustments_for, packed
+from tests.support.calls import METHODS
 from tests.support.differential import case
 from tests.support.packing import SCHEDULE, fed_positions, in_slots, packed_rows, with_counts
 
-METHODS = ("probabilistic", "strict", "block", "synthetic")
 LIMITS: list[dict[str, Any]] = [{}, {"top_p": 0.9, "top_k": 40}, {"top_p": 0.95}, {"top_k": 7}, {"min_p": 0.02}]
 REPORTS: list[dict[str, Any]] = [
     {},

@@ -3,20 +3,21 @@
 import logging
 import sys
 from types import SimpleNamespace as Namespace
+from typing import get_args
 from unittest.mock import Mock
 
 import numpy as np
 import torch
 
 from specdecode import RejectionSampler, SamplerOutput
-from specdecode.integrations.engine import Fallbacks
+from specdecode.integrations.engine import EngineMethod, Fallbacks
 from specdecode.integrations.vllm import DraftVerification, TokenSampling
 from specdecode.integrations.vllm.compat import PARALLEL
 from specdecode.integrations.vllm.grammars import KeptGrammars
 from specdecode.integrations.vllm.sampling import SlotValues
 from specdecode.integrations.vllm.steps import StepInputs
 
-METHODS = ["probabilistic", "block", "strict"]
+METHODS = list(get_args(EngineMethod))
 LEFT = object()
 """The result of the stand-in for vLLM's own verification."""
 
