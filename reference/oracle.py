@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
     """Accepted drafts, then one recovered or bonus token."""
 
     margin: float
-    """How far the closest decision of the step was from the opposite decision, in nats."""
+    """The distance of the closest decision of the step from the opposite decision, in nats."""
 
     invalid: bool = False
     """Whether a target row that decided a token had no finite logit and no `+inf`."""
@@ -318,7 +318,7 @@ class TreeOutcome(NamedTuple):
     """The depth of the tree without padding, at most `max_depth`."""
 
     margin: float
-    """How far the closest decision of the step was from the opposite decision, in nats."""
+    """The distance of the closest decision of the step from the opposite decision, in nats."""
 
     invalid: bool = False
     """Whether a target row that decided a token had no finite logit and no `+inf`."""
@@ -419,7 +419,7 @@ class Siblings(NamedTuple):
     """[width] ids, the likeliest to be the target's own token first, then -1 if fewer tokens are possible."""
 
     margin: float
-    """How far the closest decision was from the opposite decision, in nats."""
+    """The distance of the closest decision from the opposite decision, in nats."""
 
 
 def draft_siblings(

@@ -32,7 +32,7 @@ def figure_fence(source: str, language: str, css_class: str, options: dict[str, 
 
 
 def step_figure() -> str:
-    """Draw one verification step: three drafts, of which two are accepted."""
+    """Draw one verification step: three drafts, two of them accepted."""
     drafts, emitted = ["sat", "on", "my"], ["sat", "on", "the"]
     left, pitch, width = 64, 74, 66
     columns = [left + pitch * i for i in range(4)]

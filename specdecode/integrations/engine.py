@@ -148,7 +148,7 @@ def unchecked(
 def warm_up(
     sampler: RejectionSampler, calls: Sequence[dict[str, Any]], share: Callable[[], tuple[Any, ...]] = tuple
 ) -> None:
-    """Compile the kernels of some calls before a server needs them; on a GPU, those of all calls in parallel.
+    """Compile the kernels of some calls before a server needs them; on a GPU, all of them in parallel.
 
     Args:
         sampler: makes the calls.

@@ -1,7 +1,7 @@
 """The cost of penalties, biases and masks, compared with the plain call and with an adjusted copy of the rows.
 
-`pytest --benchmark-only tests/benchmarks/test_adjustments.py`. Times are taken as in `test_gpu`. `bytes` are only those
-of counts and masks: 4 bytes per token, shared by all rows of a request, and 1 bit per token for each row of a mask.
+`pytest --benchmark-only tests/benchmarks/test_adjustments.py`. Times are taken as in `test_gpu`. `bytes` counts only
+counts and masks: 4 bytes per token, shared by all rows of a request, and 1 bit per token for each row of a mask.
 """
 
 from collections.abc import Callable

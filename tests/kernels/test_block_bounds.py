@@ -112,7 +112,7 @@ def test_a_residual_of_nothing_selects_no_block():
 
 @pytest.mark.parametrize(("vocab", "max_blocks"), [(8192, 8), (6160, 2**12 if ON_GPU else 2**17)])
 def test_bounds_hold_however_many_bits_of_a_key_say_which_block(vocab, max_blocks):
-    """Keys with 3 bits for the block, and with 17: they leave 28 bits of a bound, or 14, of which 5 are of the mantissa."""
+    """Keys with 3 bits for the block, and with 17: they leave 28 bits of a bound, or 14 with 5 bits of the mantissa."""
     batch = impossible_drafts(5 if ON_GPU else 3, vocab, 0.3)
     search(batch, top=1, columns=4, max_blocks=max_blocks)
 
