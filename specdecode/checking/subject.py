@@ -1,5 +1,4 @@
-"""The subject of a check: a verifier, and perhaps a drafter, called with the arguments they take; outputs are
-validated."""
+"""The subject of a check: a verifier, and perhaps a drafter, called with the arguments they take; outputs are validated."""
 
 import dataclasses
 import inspect
