@@ -101,7 +101,7 @@ CASES = {
     "a list": ({"allowed_token_ids": [0, 31, 32, 69, 31]}, [9]),
     "allowed ids that are no tokens": ({"allowed_token_ids": [-1, 5, 70, 95]}, [9]),
     "bad ids that are no tokens": ({"bad_words": [[-3], [70], [5]]}, [9]),
-    "stop tokens up to the least length": (STOPS, [9, 9, 9, 9]),  # of a text of 6
+    "stop tokens up to the least length": (STOPS, [9, 9, 9, 9]),  # of a text of 6 tokens
     "no stop token but for others": ({"allowed_token_ids": [3, 64, 65], **STOPS}, [9]),
     "nothing is left": ({"allowed_token_ids": [3, 64], **STOPS}, [9]),
     "one bad token": ({"bad_words": [[5], [69]]}, [5, 9]),

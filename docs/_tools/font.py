@@ -1,4 +1,4 @@
-"""The font of formulas: the part of STIX Two Math that pages can need, cut out when the site is built.
+"""The font of formulas: a subset of STIX Two Math for the characters of pages, made when the site is built.
 
 The font (SIL Open Font License 1.1) comes with the ziamath package. Without it, formulas use the mathematics font of the
 reader's system.

@@ -58,7 +58,7 @@ With a large target, its calls take most of the time: fewer calls save time.
 
 
 class Comparison(RejectionSampler):
-    """Strict verification that records what each method decides on the same drafts.
+    """Strict verification that records the decisions of each method on the same drafts.
 
     The drafts share the noise of the target's samples, as they should for `strict`. The other methods decide by
     independent noise, so that they accept as often as they accept their own drafts. Their tokens are not used.
@@ -142,7 +142,7 @@ class Run:
             max_new_tokens=num_tokens,
             **self.sampling._asdict(),
             seeds=self.options.seed,
-            eos_token_id=[],  # so that all texts have equally many tokens
+            eos_token_id=[],  # so that all texts have the same number of tokens
             on_step=on_step,
             tree=tree,
         )

@@ -11,8 +11,8 @@ Int32 = Annotated[Any, "i32"]
 Int64 = Annotated[Any, "i64"]
 Float32 = Annotated[Any, "fp32"]
 Constant = Annotated[Any, "constexpr"]
-Stride = Annotated[Any, "stride"]  # int64, where 1 is a constant
-Count = Annotated[Any, "count"]  # int32, where 0 is a constant
+Stride = Annotated[Any, "stride"]  # int64; kernels are compiled for the value 1
+Count = Annotated[Any, "count"]  # int32; kernels are compiled for the value 0
 # Multiples of 16 if the bundle's ALIGNED is set: the compiler may rely on it, so a thread can load 16 bytes at once.
 AlignedPointer = Annotated[Any, "pointer", "aligned"]
 AlignedInt32 = Annotated[Any, "i32", "aligned"]
@@ -29,8 +29,10 @@ class Rows(NamedTuple):
     ptr: AlignedPointer  # [batch, rows, vocab_size] any float, in a packed call [num_rows, vocab_size]; None: there are none
     stride_request: AlignedInt64
     stride_offset: AlignedInt64
-    stride_token: Stride  # 1 where rows are dense
-    ALIGNED: Constant  # rows are dense, start at multiples of 16 bytes, and all sizes are multiples of 16 logits
+    stride_token: Stride  # 1 if rows are contiguous
+    ALIGNED: (
+        Constant  # rows are contiguous and start at multiples of 16 bytes; sizes and strides are multiples of 16 logits
+    )
 
 
 class DraftVocabulary(NamedTuple):
@@ -55,7 +57,7 @@ class Packing(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The draft tokens, and their inputs other than logits; in a packed call all but the tokens is by slot."""
+    """The draft tokens, and their inputs other than logits; in a packed call all tensors except the tokens are by slot."""
 
     ids_ptr: Pointer  # [batch, num_draft_tokens] int32 or int64, -1: no draft, or [num_rows]; None: no request has any
     stride_request: Int64
@@ -78,8 +80,10 @@ class Requests(NamedTuple):
     SEEDS_BY_REQUEST: Constant  # in a packed call, too
     first_seed: Int64
     positions_ptr: Pointer  # [batch] int64 absolute position of the token at offset 0, or None: 0; always by request
-    row_positions_ptr: Pointer  # [num_rows] int64 position of the token fed at a row, before the drawn one; or None
-    block_domain: Int32  # domains of the noise by which emitted tokens are drawn
+    row_positions_ptr: (
+        Pointer  # [num_rows] int64 position of the token fed at a row, one before the drawn token's; or None
+    )
+    block_domain: Int32  # noise domains of emitted tokens
     token_domain: Int32
 
 
@@ -238,7 +242,7 @@ class Searching(NamedTuple):
     """The config of the launch that emits: the search of blocks in the order of their bounds, and a program's part."""
 
     TOP: Constant  # blocks that are searched first
-    BLOCKS: Constant  # then blocks at once
+    BLOCKS: Constant  # blocks that each further iteration searches
     BLOCK_N: Constant  # logits of each that are loaded at once
     PER_ROW: Constant  # a program for each row decides about its draft; False: first rejected rows are known
     PUBLISHED: Constant  # rejections were published while reading: later rows do not matter

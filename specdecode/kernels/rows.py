@@ -29,7 +29,7 @@ SMALLEST = tl.constexpr(1.1754944e-38)
 @triton.jit
 def base_2_scale(temperature):
     """Return log2(e) / T, for exp(l / T) = exp2(l * scale); any number where T is 0."""
-    # Never 0, which a GPU makes of denormal numbers: 0 times -inf would be NaN.
+    # Never denormal: a GPU would flush it to 0, and 0 times -inf is NaN.
     return tl.maximum(tl.minimum(1 / tl.where(temperature > 0, temperature, 1.0) * LOG2_E, LARGEST), SMALLEST)
 
 

@@ -52,7 +52,7 @@ class Signature:
     Attributes:
         types: the type of each parameter; bundles are nested as in the kernel.
         constants: the values of constants and of absent pointers, by their path.
-        attributes: what the compiler may rely on, by path: multiples of 16.
+        attributes: properties that the compiler may assume, by path: multiples of 16.
         num_arguments: the number of pointers and numbers that a launch passes.
     """
 

@@ -435,7 +435,7 @@ LARGE = [Shape(batch, drafts, "bfloat16", 0.7) for batch, drafts in ((128, 3), (
 def reading_that_decides_nothing(monkeypatch, call: Callable[[], Any], output: SamplerOutput) -> dict[str, float]:
     """Time the launch that reads of a large batch, given the first rejected rows, with counters that no program completes.
 
-    It is timed like this, and also without waiting for writes to be visible before programs are counted.
+    Timed twice: unchanged, and without the wait for visible writes before programs are counted.
     """
     import triton
 
@@ -549,7 +549,7 @@ def test_calls_whose_size_changes(benchmark, request, inputs, provider, environm
     benchmark.group = f"sizes that change, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": provider, "environment": environment}
     token_ids, sampler = inputs.drafts("probabilistic").token_ids, RejectionSampler("probabilistic")
-    sizes = [size for size in range(2, 240) if size not in (8, 32, 64, 128)]  # which other benchmarks have
+    sizes = [size for size in range(2, 240) if size not in (8, 32, 64, 128)]  # other benchmarks have it
     left, times = iter(sizes * 2), []
 
     def step() -> None:

@@ -45,9 +45,9 @@ HOLD, PATIENCE = 15, 120
 """The most seconds that a prefill waits, and that the engine may take for one call."""
 DRAFTS = {"standalone": "STANDALONE", "eagle": "EAGLE"}
 MOST_TOKENS, PORT = 640, 31_000
-"""Average tokens of each request, and the engine's port."""
+"""The average tokens of each request, and the port of the engine."""
 GRAPHS = 1, 2, 4, 8, 16, 32, 64, 128, 192, 256
-"""Requests of the batches that have a CUDA graph."""
+"""The batch sizes with CUDA graphs."""
 SIZES = 151_936, 1024, 8
 """Tokens, width and layers of the random target."""
 CASES = dict(list(SAMPLING.items())[:3])
@@ -68,7 +68,7 @@ class Control:
 
     | field | meaning |
     |---|---|
-    | `mode` | which of `MODES` verifies |
+    | `mode` | the index in `MODES` of the verification |
     | `held` | requests that a prefill waits for, so that batches are the same in every run; 0 after its start |
     | `asked` | the number of requested reports; the scheduler writes the latest beside the file |
     """
@@ -157,7 +157,7 @@ class Switch:
 
 
 def turn(step: int) -> tuple[int, str]:
-    """Return the stretch of a step, and who verifies it.
+    """Return the stretch of a step, and its verification.
 
     >>> [turn(step)[1] for step in (0, 5, 6, 17, 18, 24, 30)]
     ['ours', 'ours', 'sglang', 'sglang', 'ours', 'ours', 'sglang']
