@@ -3,8 +3,8 @@
     max(0, p - q) = p max(0, 1 - q / p)
 
 All block sums would require a second read of both rows. But p bounds every sum, so a few of them suffice to select a
-block: `select_residual_block` reads 4 KB (bfloat16) for each block that it sums. Block verification draws from max(0, c p
-- q), which is c times max(0, p - q / c): a `Residual` with log c in its ratio.
+block: `select_residual_block` reads 4 KB (bfloat16) for each block that it sums. Block verification draws from the
+residual max(0, c p - q) = c max(0, p - q / c): a `Residual` with log c in its ratio.
 """
 
 import triton
