@@ -27,7 +27,7 @@ def check_step(batch: VerificationBatch, shard: VocabShard | None) -> None:
     """Raise if target logits or draft logits are probabilities in all rows that a step may read.
 
     Raises:
-        ValueError: they are, or a CUDA graph is being captured.
+        ValueError: all rows are probabilities, or a CUDA graph is being captured.
     """
     vocab = batch.target_logits.shape[-1] if shard is None else shard.vocab_size
     packing, has_rows = batch.packing, None
@@ -87,12 +87,12 @@ def refuse_capture(device: torch.device) -> None:
 
 def sums_and_minima(logits: Tensor | IndexedRows, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
     """Return the sum and the least number of each row, [...] float32 or float64 each."""
-    if isinstance(logits, IndexedRows):  # reduced before they are gathered, so that no row is copied
+    if isinstance(logits, IndexedRows):  # reduce before the gather, so that no row is copied
         sums, least = sums_and_minima(logits.logits, shard)
         return sums[logits.index], least[logits.index]
     sums = logits.sum(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     least = logits.amin(dim=-1).to(sums.dtype) if logits.shape[-1] > 0 else torch.zeros_like(sums)
-    if shard is None or sums.numel() == 0 or shard.are_whole(logits):  # no requests: every rank knows
+    if shard is None or sums.numel() == 0 or shard.are_whole(logits):  # no requests, as on every rank
         return sums, least
     of_ranks = all_gather(torch.stack([sums, least]), shard.group)
     return of_ranks[:, 0].sum(dim=0), of_ranks[:, 1].amin(dim=0)

@@ -77,7 +77,7 @@ METHODS = {
     "block": (BLOCK, BLOCK),
     "synthetic": (PROBABILISTIC, STRICT),
 }
-"""By the names that users give: the method with draft logits, and without. `synthetic` only replaces the decision."""
+"""The methods by public name: with draft logits, and without. `synthetic` only replaces the decision."""
 
 
 def method_of(name: str, num_draft_tokens: int, has_draft_logits: bool) -> Method:

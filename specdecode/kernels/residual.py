@@ -149,7 +149,7 @@ def best_of(target, draft, blocks, context, residual, row, block_domain, BLOCK_N
 
 @triton.jit
 def select_residual_block(context, exponentials, source, rows, inputs, sizes, config):
-    """Draw a block with probability proportional to its residual; return it, -1 if all rounds to nothing.
+    """Draw a block with probability proportional to its residual; return it, -1 if all residuals round to 0.
 
     The result is the same as of `select_block` on all residual sums, but few are computed. No residual is more than p, so
     the score of a block is bounded by the score of p's sum: blocks are searched in the order of these bounds, until no
@@ -165,7 +165,7 @@ def select_residual_block(context, exponentials, source, rows, inputs, sizes, co
     top, remaining = take_top(keys, config)
     first = blocks_of(top, sizes)
     first_target, first_draft = load_both(inputs, rows, first, config.BLOCK_N)
-    # The next blocks are loaded before it is known whether they matter.
+    # The next blocks are loaded before the search decides whether it needs them.
     largest = tl.max(remaining, 0)
     blocks = blocks_of(largest, sizes)
     target, draft = load_both(inputs, rows, blocks, config.BLOCK_N)

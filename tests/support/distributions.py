@@ -20,8 +20,7 @@ times in 1,000: N = lambda / (4 TV^2), lambda = 68, 82, 142.
 
 @dataclass
 class Tables:
-    """Target and draft logits for every prefix: `target[i]` and `draft[i]` are [vocab**i, vocab]; one fewer for the
-    draft."""
+    """Logits for every prefix: `target[i]` and `draft[i]` are [vocab**i, vocab]; the draft has one entry less."""
 
     target: list[np.ndarray]
     draft: list[np.ndarray]

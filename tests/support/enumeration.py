@@ -3,7 +3,7 @@
 `distribution(experiment)` runs `experiment(chance)` along every path of random outcomes and adds up the paths'
 probabilities. The experiment may call `chance.draw(probabilities)` itself. Inside `ideal_noise(chance)` the reference
 does so too: its noise functions `uniform` and `gumbel` are replaced by ideal random numbers. These have no value. They
-are *decided only as far as the code asks*:
+are *decided only as far as the code needs*:
 
 - Of a uniform number u only an interval is known. To compare a monotone f(u) with a threshold splits the interval in two.
   Each side is enumerated with its share of the interval.
@@ -12,8 +12,8 @@ are *decided only as far as the code asks*:
 
 Decisions are stored by (seed, position, index, domain). If the code uses the same number twice, the second result agrees
 with the first: a uniform number keeps its remaining interval; a second selection with other weights from the same Gumbel
-numbers has its distribution given the first selection (`shared_selection`). So noise that is shared where it must not be
-is found, and exactly. Three different selections from the same Gumbel numbers are not handled: then an error is raised.
+numbers has its distribution given the first selection (`shared_selection`). So noise that is wrongly shared is found, and
+its effect is exact. Three different selections from the same Gumbel numbers are not handled: they raise an error.
 
 Left out: margins, which have no meaning here, and the finite resolution of real noise: it has 2^64 values, ideal noise a
 continuum.
@@ -391,7 +391,7 @@ def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed:
         )
 
     names = case.draft_vocab_ids
-    if names is not None:  # its rows come truncated
+    if names is not None:  # these rows are already truncated
         of_verify["draft_sampling"] = reference_sampling.Sampling(case.temperature)
 
     def row(model: Table, prefix: tuple[int, ...]) -> np.ndarray:

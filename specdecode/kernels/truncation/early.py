@@ -30,7 +30,7 @@ def weights_of_maxima(block_max, row_max, temperature):
 @triton.jit
 def sum_rounded_down(masses):
     """Return the sum of masses of at most 1 each, rounded down: it is computed in integers."""
-    ONE: tl.constexpr = 2**30 // masses.shape[0]  # so that no sum overflows
+    ONE: tl.constexpr = 2**30 // masses.shape[0]  # no sum overflows int32
     return tl.sum((masses * ONE).to(tl.int32), 0).to(tl.float32) * (1 / ONE)
 
 
@@ -48,7 +48,7 @@ def log_least_kept(block_max, row_max, sumexp, temperature, limits, sizes):
         weights = weights_of_maxima(sorted_max, row_max, temperature)
         is_kept = (tl.arange(0, sizes.MAX_BLOCKS) < top_k) & (weights >= min_p * (1 + ERROR))  # surely kept by min-p
         mass = sum_rounded_down(tl.where(is_kept, weights, 0.0))
-        least = tl.maximum(mass, 1.0) / sumexp  # the likeliest token, at least
+        least = tl.maximum(mass, 1.0) / sumexp  # the likeliest token is always kept
     return tl.log(tl.minimum(top_p, 1.0) * tl.minimum(least, 1.0))
 
 
