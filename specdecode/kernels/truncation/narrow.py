@@ -73,7 +73,7 @@ def list_at(workspace, index, sizes):
 
 
 @triton.jit
-def numbers_at(list_ptr):
+def second_list_at(list_ptr):
     """Return a pointer to the second list of a row."""
     return list_ptr + CANDIDATES
 
@@ -142,7 +142,7 @@ def likely_blocks(summary, list_ptr, sizes):
     if sizes.MAX_BLOCKS <= LIKELY:
         return tl.arange(0, sizes.MAX_BLOCKS), floor
     else:
-        blocks_ptr = numbers_at(list_ptr)
+        blocks_ptr = second_list_at(list_ptr)
         ones = tl.full([sizes.MAX_BLOCKS], 1, tl.int32)
         total, goal, slack = tl.sum((block_max >= floor).to(tl.int32), 0), LIKELY * 7 // 8, LIKELY // 8
         level, _ = level_with(block_max, ones, goal, slack, total, LIKELY, floor, p.row_max, summary.temperature)
@@ -195,7 +195,7 @@ def tokens_of_groups(groups, BLOCK_N: tl.constexpr):
 def list_tokens(level, groups, maxima, most, row, list_ptr, sizes):
     """List the tokens of a row that reach a level, given groups and their maxima; return their number, if at most `most`."""
     BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
-    groups_ptr = numbers_at(list_ptr)
+    groups_ptr = second_list_at(list_ptr)
     reaches = tl.reshape(maxima >= level, [groups.shape[0] // WARP, WARP])
     positions, num_groups = compacted(reaches)
     tl.debug_barrier()  # the earlier list may still be read
@@ -254,7 +254,7 @@ def cut_candidates(list_ptr, found, is_complete, summary, MOST: tl.constexpr):
 def store_kept_candidates(statistics_ptr, last, list_ptr, found, summary, sizes):
     """Replace the statistics of a row's blocks by statistics of the kept candidates, up to `last`."""
     every_block = tl.arange(0, sizes.MAX_BLOCKS)
-    inside, sums_ptr = every_block < sizes.num_blocks, numbers_at(list_ptr)
+    inside, sums_ptr = every_block < sizes.num_blocks, second_list_at(list_ptr)
     tl.store(statistics_ptr + every_block * 2, summary.block_max, mask=inside)
     tl.store(sums_ptr + every_block, tl.zeros([sizes.MAX_BLOCKS], tl.int64), mask=inside)
     tl.debug_barrier()  # other threads change the stored statistics next

@@ -27,7 +27,7 @@ from specdecode.kernels.rows import (
     tokens_of,
 )
 from specdecode.kernels.statistics import load_statistics, store_both, store_statistics, sum_blocks, sum_in_order
-from specdecode.kernels.truncation.narrow import NO_ORDER, numbers_at, order_of, token_in_order
+from specdecode.kernels.truncation.narrow import NO_ORDER, order_of, second_list_at, token_in_order
 from specdecode.kernels.values import INFINITY, WeighedRow, ordinal_shift
 
 LOWEST_KEY = tl.constexpr(-0x7F800000)
@@ -280,7 +280,7 @@ def find_tie(logit, nth, block, row):
 def store_kept(statistics_ptr, list_ptr, logit, ties, row, temperature, sizes):
     """Replace the statistics of a row's blocks by statistics of the kept tokens; return the last token's logit and id."""
     BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
-    ties_ptr = numbers_at(list_ptr).to(tl.pointer_type(tl.float32), bitcast=True)
+    ties_ptr = second_list_at(list_ptr).to(tl.pointer_type(tl.float32), bitcast=True)
     raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, BLOCK_N)
     for block in range(0, sizes.num_blocks, BLOCKS):
         following = load_stored_blocks(row, tl.arange(0, BLOCKS) + (block + BLOCKS), True, False, BLOCK_N)  # in flight
