@@ -5,7 +5,7 @@ launch that lists likely tokens comes last. `read` reads the rows and stores 8 b
 logits. In a large batch it also decides, so that no row after a rejection is read. `emit` makes the remaining decisions,
 draws the token of each request from the statistics and a few blocks, and writes the output.
 
-| file | what is in it |
+| file | content |
 |---|---|
 | `call` | the values of a call, and its plan |
 | `methods` | each method's functions: decide while rows are read, decide, draw; its limit for large batches |
@@ -15,7 +15,7 @@ draws the token of each request from the statistics and a few blocks, and writes
 | `signature` | the types that a kernel is compiled for; symbols, whose values a call has |
 | `read`, `emit` | the two kernels of every step |
 | `request` | the values of a request: pointers to its rows, temperature, key, drafts, limits |
-| `vocabulary` | draft rows over a vocabulary of their own |
+| `vocabulary` | draft rows over their own vocabulary |
 | `rows` | pointers to rows, and loads |
 | `adjustments` | biases, penalties and masks, applied to target logits as they are loaded |
 | `row_adjustments` | pointers to a row's adjustments |
@@ -27,7 +27,7 @@ draws the token of each request from the statistics and a few blocks, and writes
 | `residual` | max(0, p - q): its weights, its block sums, the draw of a block from it |
 | `first_rejected`, `output` | the first rejected row of a request; the output |
 | `logprobs` | log-probabilities of emitted tokens |
-| `tree`, `siblings` | the walk of a tree of drafts, and the children of a node: launches of their own |
+| `tree`, `siblings` | the walk of a tree of drafts, and the children of a node: separate launches |
 | `top_logprobs` | the likeliest tokens and the kept set of the rows of emitted tokens: one more launch |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | each method's decision about a draft |
 | `philox` | random numbers |

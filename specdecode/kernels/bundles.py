@@ -28,7 +28,7 @@ from specdecode.kernels.signature import Symbol
 from specdecode.noise import BLOCK_SIZE
 
 # Kernels are compiled for at least this many drafts and blocks (262,144 tokens), or the next power of two, so that all
-# usual sizes share kernels. Rows of at most 65,536 tokens have kernels of their own.
+# usual sizes share kernels. Rows of at most 65,536 tokens have separate kernels.
 MIN_DRAFTS, MIN_BLOCKS, FEW_BLOCKS = 32, 256, 64
 
 STRIDED_TENSORS = (
@@ -82,7 +82,7 @@ class Structure(NamedTuple):
 
     @property
     def decides_block(self) -> bool:
-        """Whether launches of their own decide about all drafts of a request, see `methods`."""
+        """Whether separate launches decide about all drafts of a request, see `methods`."""
         return self.has_drafts and self.method.decides_block
 
 

@@ -1,6 +1,6 @@
 """Truncation: the tokens that top-k, top-p and min-p keep of a row, and their statistics.
 
-| file | what is in it |
+| file | content |
 |---|---|
 | `kernel` | the launch: the last token kept of each row |
 | `narrow`, `wide` | the search for that token: among a row's likeliest tokens, or in the whole row |
