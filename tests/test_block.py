@@ -17,8 +17,7 @@ def decode(
     fresh: bool = True,
     requests: int = distributions.REQUESTS,
 ):
-    """Decode in several steps with `widths` drafts, each request with one seed; return the first tokens, [requests, K +
-    1]."""
+    """Decode in steps with `widths` drafts, each request with one seed; return the first tokens, [requests, K + 1]."""
     backend, device = place
     sampler, depth = RejectionSampler("block", backend=backend), model.num_draft_tokens + 1
     target, draft = (
@@ -28,8 +27,7 @@ def decode(
     length = torch.zeros(requests, dtype=torch.int64, device=device)
 
     def rows_after(tables: list, prefix: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Return the rows after `count` tokens each; rows beyond the model's depth are arbitrary, because they are not
-        used."""
+        """Return the rows after `count` tokens each; rows beyond the model's depth are arbitrary and unused."""
         rows = torch.zeros(requests, model.vocab, device=device)
         for depth_so_far, table in enumerate(tables):
             here = count == depth_so_far
