@@ -1,4 +1,4 @@
-"""`pytest --benchmark-only` finds its benchmarks without collecting the tests, and records hold what a run measured."""
+"""`pytest --benchmark-only` finds its benchmarks without collecting the tests, and records have the results of a run."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def test_a_record_of_a_gpu_has_the_time_on_the_device_and_the_bandwidth():
     record = make_record(run_of({"group": "1 request", "extra_info": info, "stats": {}}, on_cpu))
     assert list(record["results"]["1 request"]) == ["triton"]
     assert record["gpu"] == "a GPU"
-    assert "seconds" not in record  # which would count the CPU's benchmarks, too
+    assert "seconds" not in record  # otherwise the CPU's benchmarks would count, too
     assert "| 1 request | 8.1 |" in markdown(record)
     assert "triton  8.1 µs (0.0) on the device; 3.90 TB/s (88%)" in text(record["results"])
 

@@ -169,7 +169,7 @@ PRINTING = {
 
 
 def printed_in(monkeypatch, encoding: str, *arguments: str, errors: str = "strict") -> str:
-    """What a command prints on a stream of an encoding."""
+    """Return a command's output on a stream with an encoding."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors=errors)
     monkeypatch.setattr(sys, "stdout", stream)
     assert cli.main(arguments) == 0
@@ -525,7 +525,7 @@ def test_the_demo_counts_only_steps_that_were_allowed_all_drafts():
 
 
 BYTES = b"\t\n" + "\u00e9\U0001f600".encode()
-"""Those of two characters, which take two and four tokens."""
+"""The tokens of two characters, two and four tokens long."""
 
 
 def fast(tokenizer: Tokenizer, **options) -> PreTrainedTokenizerFast:
@@ -604,7 +604,7 @@ def decoded(tokenizer, prompt: str, sequence: list[int]) -> str:
 
 @pytest.fixture
 def generations(monkeypatch):
-    """What `generate` returned to the command line."""
+    """The outputs of `generate` in the command line."""
     outputs, generate = [], integration.generate
 
     def recorded(*arguments, **options):
@@ -651,7 +651,7 @@ def cut_in_steps(tokenizer, text: str, *steps: str) -> list[integration.Step]:
 
 
 def printed_by_step(capsys, monkeypatch, tmp_path, tokenizer, prompt: str, steps: list[integration.Step]) -> list[str]:
-    """What `generate` has printed after each of these steps, and at last what follows the last one."""
+    """Return the text that `generate` prints after each of these steps, and after the last one."""
     printed = []
 
     def generate(*_arguments, on_step, **_options):

@@ -1,7 +1,4 @@
-"""Every page of the site loads without an error, is no wider than the screen, and hides no part of a table or of code: on a
-desk all of it is shown, on smaller screens the rest is a scroll away, and a shadow says so. On a phone, figures and widgets
-have no text below 12 px.
-"""
+"""Every page of the site loads without an error, is no wider than the screen, and hides no part of a table or of code."""
 
 import re
 
@@ -20,7 +17,7 @@ EVERYTHING_OPEN = """() => {
   document.head.append(style);
 }"""
 
-# Of each table and block of code: what is not seen of its width, whether it can be scrolled, and whether a shadow says so.
+# For each table and code block: its hidden width, whether it can be scrolled, and whether a shadow shows this.
 CLIPPED = """() => [...document.querySelectorAll(".md-content table, .md-content pre")].flatMap((node) => {
   const box = node.matches("pre") ? node.querySelector("code") ?? node
     : node.closest(".md-typeset__scrollwrap") ?? node.parentElement;
@@ -33,7 +30,7 @@ CLIPPED = """() => [...document.querySelectorAll(".md-content table, .md-content
 })"""
 
 
-# Of each picture and widget: its smallest text, if that is shown below 12 px. Widgets are drawn again after a frame.
+# For each picture and widget: its smallest text, if below 12 px. Widgets are drawn again after a frame.
 SMALL_TEXT = """async () => {
   const figures = document.querySelectorAll(".md-content :is(svg[role=img], .sd-widget, .steps, .legend)");
   if (figures.length) await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
@@ -62,7 +59,7 @@ def server(site):
 
 
 NO_SEARCH = "ERR_FAILED|Network error"
-"""What the page says of its search, whose index it is not given here: that takes long to read."""
+"""The page's message about its search, whose index is blocked here because reading it takes long."""
 
 TOO_WIDE = "document.documentElement.scrollWidth > window.innerWidth"
 

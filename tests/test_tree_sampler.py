@@ -35,7 +35,7 @@ class Trees(NamedTuple):
 
 
 def trees(vocab: int, dtype: torch.dtype, seed: int, requests: int = REQUESTS, nodes: int = NODES) -> Trees:
-    """Trees in any order, deeper than `DEPTH`, with likely drafts, equal siblings, padding, cycles and ids out of range."""
+    """Return trees in any order, deeper than `DEPTH`, with likely drafts, equal siblings, padding, cycles, invalid ids."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, *shape: int) -> Tensor:
@@ -110,7 +110,7 @@ def call(given: Trees, adjustments: Adjustments | None, **options: Any) -> dict[
 
 
 def packed(given: Trees, adjustments: Adjustments | None, **options: Any) -> dict[str, Any]:
-    """The same trees with rows one after another, between rows of nobody, and everything else in shuffled slots."""
+    """Return the same trees with packed rows, between unused rows, and all other tensors in shuffled slots."""
     requests, nodes = given.token_ids.shape
     row_starts = 2 + nodes * torch.arange(requests + 1)
     slots, num_slots = torch.arange(requests).flip(0) + 1, requests + 2
@@ -310,7 +310,7 @@ def test_a_chain_is_verified_as_a_chain_its_drafts_counted(monkeypatch, backend)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_other_sizes_and_layouts(monkeypatch, backend):
-    """One node, no request, no depth, many nodes in a chain, int32 ids, rows apart, a number or None for the seeds."""
+    """One node, no request, no depth, many nodes in a chain, int32 ids, strided rows, a number or None for the seeds."""
     sampler = sampler_of(backend, monkeypatch)
     chain = torch.arange(-1, 299, device=DEVICE, dtype=torch.int32)
     rows = torch.zeros(2, 301, 12, device=DEVICE)[:, :300, :7]

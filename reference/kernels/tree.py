@@ -1,7 +1,7 @@
-"""Trees in Triton: the walk of `strict` along the nodes of a tree, which reads the rows on the path alone.
+"""Trees in Triton: the walk of `strict` along the nodes of a tree, which reads only the rows on the path.
 
-`verify`: one program a request. At the current node it draws the target's own token, as in `strict`, and looks for the child
-with that token among all nodes at once. Nodes that no child leads to cost nothing: their rows are not read.
+`verify`: one program a request. At the current node it draws the target's own token, as in `strict`, and searches all
+nodes at once for the child with this token. Nodes off the path cost nothing: their rows are not read.
 
 The target draws 7 after the text, which is node 2; after node 2 it draws 8, which is none of its children:
 

@@ -1,4 +1,4 @@
-"""What a run found, as a table that can be pasted into a bug report."""
+"""The report of a run: a table that can be pasted into a bug report."""
 
 import textwrap
 from dataclasses import asdict, dataclass, field

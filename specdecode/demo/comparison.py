@@ -1,4 +1,4 @@
-"""The comparison that `specdecode demo` prints: three methods decide on the same drafts, and what that saves."""
+"""The comparison that `specdecode demo` prints: the decisions of three methods on the same drafts, and the calls saved."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ DEMO_PROMPTS = (
 )
 
 TEXTS = 4
-"""How many texts the demo generates for each prompt."""
+"""The number of texts that the demo generates for each prompt."""
 
 SEEDS = 4
-"""The number of seeds with which each method decides on a step's drafts. (`strict` has one: that of the drafts.)"""
+"""The number of seeds with which each method decides on a step's drafts. (`strict` has one: the seed of the drafts.)"""
 
 SHOWN_TOKENS = 64
-"""How much of one text the demo shows."""
+"""The length of the text that the demo shows."""
 
 EXPLANATION = """\
 drafts accepted: the mean; strict, probabilistic and block judge the same drafts
@@ -67,14 +67,14 @@ tokens a second: of all texts together, for what decoded texts of its own
 
 
 class Comparison(RejectionSampler):
-    """Strict verification that records what each method decides on the same drafts.
+    """Strict verification that records the decisions of each method on the same drafts.
 
-    The drafts share the noise of the target's samples, as they should for `strict`. The other methods decide by other
-    noise, so that they accept as often as they accept drafts of their own. What they emit is not used.
+    The drafts share the noise of the target's samples, as they should for `strict`. The other methods decide by
+    independent noise, so that they accept as often as they accept their own drafts. Their tokens are not used.
     """
 
     def __init__(self, num_draft_tokens: int) -> None:
-        super().__init__("probabilistic")  # so that `generate` hands the draft logits over
+        super().__init__("probabilistic")  # so that `generate` passes draft logits
         self.num_draft_tokens = num_draft_tokens
         self.strict = RejectionSampler("strict")
         self.others = {"probabilistic": RejectionSampler("probabilistic"), "block": RejectionSampler("block")}
@@ -111,13 +111,13 @@ class Comparison(RejectionSampler):
         return output
 
     def accepted(self) -> dict[str, torch.Tensor]:
-        """Return [steps, seeds] accepted drafts for each method; the steps are the same, in the same order."""
+        """Return the numbers of accepted drafts, [steps, seeds], of each method, over the same steps."""
         return {name: torch.cat(parts) for name, parts in self.decisions.items()}
 
 
 @dataclass
 class Run:
-    """What all texts of a demo share."""
+    """The settings that all texts of a demo share."""
 
     options: Namespace
     models: Models
@@ -156,7 +156,7 @@ class Run:
             max_new_tokens=num_tokens,
             **self.sampling._asdict(),
             seeds=self.options.seed,
-            eos_token_id=[],  # so that all texts have equally many tokens
+            eos_token_id=[],  # so that all texts have the same number of tokens
             on_step=on_step,
             tree=tree,
         )
@@ -166,7 +166,7 @@ class Run:
 
 
 def run_demo(options: Namespace, console: Console) -> None:
-    """Compare the methods, explain the comparison, and say what to try next."""
+    """Compare the methods, explain the comparison, and suggest the next commands."""
     compare_methods(options, console)
     console.print(EXPLANATION, style="dim")
     models = () if options.target == TARGET else ("--target", str(options.target), "--draft", str(options.draft))
@@ -176,10 +176,10 @@ def run_demo(options: Namespace, console: Console) -> None:
 
 
 def compare_methods(options: Namespace, console: Console) -> None:
-    """Generate texts with and without drafts, show a part of one, and tabulate what each method accepts and saves.
+    """Generate texts with and without drafts, show a part, and tabulate accepted drafts and saved calls of each method.
 
     Raises:
-        ValueError: the texts are so short that no step has K drafts, or as `Models.load` and `generate` say.
+        ValueError: the texts are so short that no step has K drafts; also the errors of `Models.load` and `generate`.
     """
     num_drafts, num_new = options.num_draft_tokens, options.max_new_tokens
     if num_new <= num_drafts:
@@ -233,7 +233,7 @@ def calls_take_time(options: Namespace) -> bool:
 
 
 def show_beginning(continuation: Continuation, prompt: str, steps: Sequence[Step], console: Console) -> None:
-    """Print how the first text begins: its prompt, then what became of each draft."""
+    """Print the beginning of the first text: its prompt, then each token by its kind."""
     console.print(legend(console), end="\n\n")
     pieces, num_tokens = [], 0
     for step in steps:
@@ -246,7 +246,7 @@ def show_beginning(continuation: Continuation, prompt: str, steps: Sequence[Step
 
 
 def padded(prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return prompts as one tensor, padded on the left, and the mask of what is not padding.
+    """Return prompts as one tensor, padded on the left, and the attention mask, 0 for padding.
 
     >>> padded([torch.tensor([5, 6]), torch.tensor([7])])
     (tensor([[5, 6],
@@ -272,7 +272,7 @@ def tree_of(depth: int) -> list[int]:
 
 
 def accepted_in(steps: Sequence[Step], num_draft_tokens: int, max_new_tokens: int) -> torch.Tensor:
-    """Return [steps, 1] accepted drafts of steps that were allowed K drafts, even if fewer were found."""
+    """Return the numbers of accepted drafts, [steps, 1], of the steps that may have K drafts."""
     lengths, accepted = Counter[int](), []
     for step in steps:
         if lengths[step.request] + num_draft_tokens < max_new_tokens:

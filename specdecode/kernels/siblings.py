@@ -1,4 +1,4 @@
-"""The launch that draws siblings: the children of a node, likeliest to be the target's own token first.
+"""The launch that draws siblings: the children of a node, ordered by how likely each is the target's own token.
 
     lag of token v in block b  =  log S_best - log S_b + log s_first - log s_v,     S_b = W_b / E(b),  s_v = w(v) / E'(v)
 
@@ -15,18 +15,18 @@ import triton.language as tl
 from specdecode.kernels.distribution import combine, recompute_nonfinite
 from specdecode.kernels.launch import await_launch
 from specdecode.kernels.philox import exponential
-from specdecode.kernels.report import NO_TOKEN, next_in_order
 from specdecode.kernels.request import load_key, load_temperature, locate_program
 from specdecode.kernels.rows import BLOCK_SIZE, base_2_scale, load_logits, target_row_at
 from specdecode.kernels.selection import block_scores, first_largest, noise_at
 from specdecode.kernels.statistics import load_target_statistics
+from specdecode.kernels.top_logprobs import NO_TOKEN, next_in_order
 from specdecode.kernels.truncation.narrow import NO_ORDER, token_in_order
 from specdecode.kernels.values import INFINITY, RowContext
 
 
 @triton.jit
 def best_blocks(scores, WIDTH: tl.constexpr, RANKS: tl.constexpr):
-    """Return the blocks with the `WIDTH` largest scores and their lags, [RANKS] each, infinity behind them."""
+    """Return the blocks with the `WIDTH` largest scores and their lags, [RANKS] each; unused lags are infinity."""
     ranks, indices = tl.arange(0, RANKS), tl.arange(0, scores.shape[0])
     best = tl.max(scores, 0)
     blocks, lags = tl.zeros([RANKS], tl.int32), tl.full([RANKS], INFINITY, tl.float32)
@@ -40,7 +40,7 @@ def best_blocks(scores, WIDTH: tl.constexpr, RANKS: tl.constexpr):
 
 @triton.jit
 def store_race(context, row, p, noise, drawn, siblings_ptr, token_domain, WIDTH: tl.constexpr, RANKS: tl.constexpr):
-    """Store the siblings of a row that is no point mass, the drawn token first."""
+    """Store the siblings of a row that is not a point mass, the drawn token first."""
     blocks, lags = best_blocks(block_scores(p.block_sums, noise.exponentials), WIDTH, RANKS)
     ids = blocks[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
     logits = load_logits(row, ids, lags[:, None] < INFINITY)
@@ -48,7 +48,7 @@ def store_race(context, row, p, noise, drawn, siblings_ptr, token_domain, WIDTH:
     scores = tl.fma(logits - p.row_max, base_2_scale(context.temperature), -tl.log2(exponentials))
     lags = lags[:, None] + (tl.max(scores, 1)[:, None] - scores)
     lags = tl.where((scores > -INFINITY) & (ids != drawn), lags, INFINITY)
-    tl.store(siblings_ptr, drawn)  # whatever rounding does to its lag
+    tl.store(siblings_ptr, drawn)  # even if its lag is rounded
     for nth in range(1, WIDTH):
         least = tl.min(lags)
         token = tl.min(tl.where(lags == least, ids, 2**31 - 1))

@@ -1,7 +1,7 @@
-"""Trees on a GPU: the walk of `eager.tree`, with three small kernels beside the steps that draw tokens.
+"""Trees on a GPU: the walk of `eager.tree`, with three small kernels in addition to the steps that draw tokens.
 
-In rounds, each request reads the row of its current node alone: a `strict` step of one row a request, then a launch that
-goes to the child. For few nodes all rows are read at once, in one step, and one launch walks: fewer launches, more bytes.
+In rounds, each request reads only the row of its current node: a `strict` step of one row per request, then a launch that
+moves to the child. Small trees are read at once, in one step, and one launch walks: fewer launches, more bytes.
 """
 
 import functools
@@ -18,12 +18,12 @@ from specdecode.kernels.call import verify
 from specdecode.kernels.launch import compile_ahead
 
 LOGITS_A_ROUND = {"whole": 16_000_000, "narrow": 30_000_000, "wide": 110_000_000}
-"""All rows are read at once if they have at most so many logits for each round that this saves, by the kind of rows.
+"""All rows are read at once if they have at most this many logits for each saved round, by the kind of rows.
 
-With top-p alone rows may be wide: a round then waits for the one row that is searched longest.
+With only top-p, rows may be wide: a round then waits for the row with the longest search.
 """
 
-BLOCK = 256  # nodes that are searched at once for a child
+BLOCK = 256  # nodes that one iteration searches for a child
 
 
 SIZES = ["num_rows", "num_slots", "num_nodes", "vocab_size", "max_depth", "most", "tree_stride", "id_stride"]
@@ -39,7 +39,7 @@ def start_kernel(
     invalid_ptr, num_rows, num_slots, num_nodes, vocab_size, max_depth, most, NODES: tl.constexpr, DEPTHS: tl.constexpr,
     SEEDS_BY_REQUEST: tl.constexpr, BY_NODE: tl.constexpr,
 ):  # fmt: skip
-    """Start the walk of one request: its links, empty results, and the row to be read, or the rows of all nodes."""
+    """Start the walk of one request: its links, empty results, and the row to read, or the rows of all nodes."""
     request, nodes, depths = tl.program_id(0).to(tl.int64), tl.arange(0, NODES), tl.arange(0, DEPTHS)
     first, end = tl.load(row_starts_ptr + request).to(tl.int64), tl.load(row_starts_ptr + request + 1).to(tl.int64)
     has_rows = (first >= 0) & (first < end) & (end <= num_rows) & (end - first <= num_nodes)
@@ -89,7 +89,7 @@ def advance_kernel(
     emitted_ptr, is_invalid_ptr, row_starts_ptr, links_ptr, ids_ptr, id_stride, row_ptr, position_ptr, token_ids_ptr,
     nodes_ptr, num_accepted_ptr, invalid_ptr, num_nodes, max_depth, depth, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Walk one request on by one depth, given the token drawn at its current node."""
+    """Walk one request one level down, given the token drawn at its current node."""
     request, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     links_ptr, ids_ptr = links_ptr + request * num_nodes, ids_ptr + request * id_stride
     accepted, token = tl.load(num_accepted_ptr + request), tl.load(emitted_ptr + request)
@@ -150,7 +150,7 @@ class Nodes(NamedTuple):
 
 
 def start(batch: TreeBatch, by_node: bool = False) -> tuple[Walk, Nodes | None]:
-    """Return the walk at node 0; and the rows of all nodes, if they are to be read at once."""
+    """Return the walk at node 0; and, with `by_node`, the rows of all nodes."""
     requests, num_nodes = batch.token_ids.shape
     new, device = torch.empty, batch.token_ids.device
     packing, target, seeds = batch.packing, batch.rows.target_logits, batch.rows.seeds
@@ -182,7 +182,7 @@ def start(batch: TreeBatch, by_node: bool = False) -> tuple[Walk, Nodes | None]:
 
 
 def advance(batch: TreeBatch, walk: Walk, output: SamplerOutput, depth: int) -> None:
-    """Record the token that each request emits in a round, and go to the child with that token."""
+    """Record the token that each request emits in a round, and move to the child with this token."""
     requests, num_nodes = batch.token_ids.shape
     if requests > 0:
         advance_kernel[(requests,)](
@@ -207,7 +207,7 @@ def walk_all(batch: TreeBatch, walk: Walk, output: SamplerOutput) -> None:
 def depends_on_path(batch: TreeBatch) -> bool:
     """Return whether a row's results or adjustments depend on the path, so that rows must be read in rounds."""
     rows = batch.rows
-    has_lists = rows.logprobs is not None or rows.reports
+    has_lists = rows.logprobs is not None or rows.has_lists
     return has_lists or (rows.adjustments is not None and rows.adjustments.penalizes)
 
 
@@ -221,7 +221,7 @@ def reads_all_at_once(batch: TreeBatch) -> bool:
 
 
 def all_nodes(batch: TreeBatch, nodes: Nodes) -> VerificationBatch:
-    """Return the step that draws the target's own token at every node."""
+    """Return the batch that draws the target's own token at every node."""
     row, position, slot, seed = (each.flatten() for each in nodes)
     packing = batch.packing._replace(
         row_starts=row, num_draft_tokens=0, slots=slot, seeds_by_request=True, is_round=True
@@ -230,7 +230,7 @@ def all_nodes(batch: TreeBatch, nodes: Nodes) -> VerificationBatch:
 
 
 def with_contiguous_values(batch: TreeBatch) -> TreeBatch:
-    """Return the batch with all values of nodes and requests that the kernels here load dense in memory."""
+    """Return the batch with contiguous tensors of nodes and requests, as these kernels load them."""
     rows, packing = batch.rows, batch.packing
     ids, parents = (each if each.stride(-1) == 1 else each.contiguous() for each in (batch.token_ids, batch.parents))
     slots = None if packing.slots is None else packing.slots.contiguous()
@@ -242,7 +242,7 @@ def with_contiguous_values(batch: TreeBatch) -> TreeBatch:
 
 
 def walked(batch: TreeBatch, by_node: bool, many: bool | None = None) -> TreeOutput:
-    """Walk in rounds, or given the tokens of all nodes; `many` is that of `verify`."""
+    """Walk in rounds, or from the tokens of all nodes; `many` as for `verify`."""
     step = functools.partial(verify, many=many)
     walk, nodes = start(batch, by_node)
     if nodes is None:
@@ -258,7 +258,7 @@ def verify_tree(batch: TreeBatch) -> TreeOutput:
 
 
 def warm_up_tree(batch: TreeBatch) -> None:
-    """Compile the kernels that trees of as many nodes with arguments like these need, for any number of requests."""
+    """Compile the kernels for trees with this number of nodes and arguments like these, for any number of requests."""
     batch = with_contiguous_values(batch)
     ways = (False,) if depends_on_path(batch) else (False, True)
     with torch.cuda.device_of(batch.token_ids):

@@ -1,4 +1,4 @@
-"""What verifies on a GPU: this package in several ways, straightforward PyTorch, and the engines that are installed."""
+"""The verifiers on a GPU: this package in several ways, straightforward PyTorch, and the installed engines."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Verifier(NamedTuple):
     backend: str = "triton"
     with_logsumexp: bool = False
     packed: bool = False
-    one_hot: bool = False  # without draft logits
+    deterministic: bool = False  # without draft logits
 
     def __call__(
         self, inputs: Inputs, seed: int = 0, truncation: dict[str, Any] | None = None, **others: Any
@@ -32,18 +32,18 @@ class Verifier(NamedTuple):
             options |= {"draft_logsumexp": draft.logsumexp, "draft_cutoff": draft.cutoff}
         sampler = RejectionSampler(self.method, backend=self.backend)
         verify = packed_verification if self.packed else verification
-        return verify(inputs, sampler, draft, one_hot=self.one_hot, **options)
+        return verify(inputs, sampler, draft, deterministic=self.deterministic, **options)
 
     def rows_needed(self, num_accepted: Tensor, num_draft_tokens: int) -> int:
         """Count the rows that an outcome depends on.
 
-        These are the target rows up to the one that emits. For a ratio the draft rows that were tested are needed too; if
-        their logsumexp is given, one logit of each is enough. Block verification decides on all drafts together. The few
-        blocks of one or two rows that are read again to draw a token or to search a residual are not counted.
+        These are the target rows through the row that emits. For a ratio the tested draft rows are needed too; if their
+        logsumexp is given, one logit of each is enough. Block verification needs the rows of all drafts. Blocks that are
+        read again, to draw a token or to search a residual, are not counted.
         """
         last = torch.full_like(num_accepted, num_draft_tokens) if self.method == "block" else num_accepted
         target, tested = last + 1, (last + 1).clamp(max=num_draft_tokens)
-        alone = self.method == "strict" or self.with_logsumexp or self.one_hot
+        alone = self.method == "strict" or self.with_logsumexp or self.deterministic
         return int((target if alone else target + tested).sum())
 
 
@@ -57,7 +57,7 @@ def compiled(inputs: Inputs) -> Callable[[], Tensor]:
 
 
 def vllm(inputs: Inputs) -> Callable[[], None]:
-    """Compute what vLLM's model runner does: a float32 copy of the target's logits, the temperature, rejection sampling."""
+    """Verify as vLLM's model runner does: a float32 copy of the target's logits, temperature, rejection sampling."""
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
@@ -84,7 +84,7 @@ def vllm(inputs: Inputs) -> Callable[[], None]:
 def renormalized(
     probabilities: Tensor, renormalize: dict[str, Callable[..., Tensor]], truncation: dict[str, Any] | None
 ) -> Tensor:
-    """Truncate [batch, rows, vocab] probabilities by an engine's functions, which take numbers of each row."""
+    """Truncate [batch, rows, vocab] probabilities by an engine's functions, which take one number per row."""
     flat = probabilities.flatten(0, 1)
     for name, dtype in (("top_k", torch.int32), ("top_p", torch.float32)):
         if truncation and name in truncation:
@@ -139,9 +139,9 @@ class SglangVerification(NamedTuple):
 
 
 def sglang(inputs: Inputs, truncation: dict[str, Any] | None = None) -> Callable[[], Tensor]:
-    """Compute what SGLang does with draft probabilities: float32 logits, softmax of both, verification of a chain.
+    """Verify as SGLang does with draft probabilities: float32 logits, softmax of both, verification of a chain.
 
-    Top-k and then top-p truncate the target's probabilities alone.
+    Top-k and then top-p truncate only the target's probabilities.
     """
     from sglang.kernels.ops.speculative.verify_sampling import chain_speculative_sampling_triton
 
@@ -184,7 +184,7 @@ def sglang_tree(
 def flashinfer(inputs: Inputs, truncation: dict[str, Any] | None = None) -> Callable[[], Tensor]:
     """Compute FlashInfer's softmax of both, which makes them float32, and its verification of a chain.
 
-    Top-k and then top-p truncate the target's probabilities alone, as in SGLang.
+    Top-k and then top-p truncate only the target's probabilities, as in SGLang.
     """
     from flashinfer.sampling import chain_speculative_sampling, softmax, top_k_renorm_probs, top_p_renorm_probs
 
@@ -208,7 +208,7 @@ PROVIDERS: dict[str, Callable[[Inputs], Callable[[], Any]]] = {
     "triton block": Verifier("block"),
     "triton block with draft_logsumexp": Verifier("block", with_logsumexp=True),
     "triton strict": Verifier("strict"),
-    "triton one-hot": Verifier("probabilistic", one_hot=True),
+    "triton one-hot": Verifier("probabilistic", deterministic=True),
     "triton greedy": Verifier("strict"),
     "triton packed": Verifier("probabilistic", packed=True),
     "eager": Verifier("probabilistic", "eager"),

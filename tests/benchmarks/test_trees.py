@@ -31,7 +31,7 @@ class Tree(NamedTuple):
 
 
 def tree_of(requests: int, nodes: int, depth: int, device: str) -> Tree:
-    """Make trees whose levels have about equally many nodes, with siblings drawn from rows near the target's."""
+    """Make trees with about the same number of nodes on each level, and siblings drawn from rows near the target's."""
     level = torch.cat([torch.zeros(1), 1 + torch.arange(nodes - 1) * depth // (nodes - 1)]).long()
     parents, rank = torch.full((nodes,), -1), torch.zeros(nodes, dtype=torch.int64)
     for d in range(1, depth + 1):
