@@ -312,15 +312,16 @@ def test_a_chain_is_verified_as_a_chain_its_drafts_counted(monkeypatch, backend)
 def test_other_sizes_and_layouts(monkeypatch, backend):
     """One node, no request, no depth, many nodes in a chain, int32 ids, rows apart, a number or None for the seeds."""
     sampler = sampler_of(backend, monkeypatch)
-    chain = torch.arange(-1, 299, device=DEVICE, dtype=torch.int32)
+    chain = torch.arange(1, 301, device=DEVICE, dtype=torch.int32)  # from the last node down: children in any block
+    chain[0], chain[-1] = -1, 0
     rows = torch.zeros(2, 301, 12, device=DEVICE)[:, :300, :7]
     rows[:, :, 3] = 40.0
     ids = torch.full((2, 300), 3, device=DEVICE, dtype=torch.int32)
     depth = 40 if ON_GPU or backend == "eager" else 9
     output = sampler.tree(rows, ids, chain, max_depth=depth, adjustments=Adjustments(presence_penalty=0.5))
     assert output.num_accepted.tolist() == output.num_draft_tokens.tolist() == [depth, depth]
-    assert output.nodes[0].tolist() == list(range(1, depth + 1))
-    rows, ids, chain = rows[:, :9], ids[:, :9], chain[:9]
+    assert output.nodes[0].tolist() == list(range(299, 299 - depth, -1))
+    rows, ids, chain = rows[:, :9], ids[:, :9], torch.arange(-1, 8, device=DEVICE, dtype=torch.int32)
     assert sampler.tree(rows, ids, chain, max_depth=0, seeds=3).token_ids.tolist() == [[3], [3]]
     output = sampler.tree(rows[:, :1], ids[:, :1], chain[:1], max_depth=5)
     assert output.token_ids.tolist() == [[3, -1, -1, -1, -1, -1]] * 2
