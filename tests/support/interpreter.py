@@ -163,7 +163,6 @@ def call_operations_directly(interpreter: Any) -> None:
 
     semantic, unwrap = interpreter.interpreter_semantic, core._unwrap_if_constexpr
     number_of, may_be_wrapped = semantic.to_tensor, (core.constexpr, core.tuple, tuple, list)
-    tensor = core.tensor
     numbers: dict[tuple, Any] = {}
 
     def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
@@ -176,7 +175,7 @@ def call_operations_directly(interpreter: Any) -> None:
         scope.set_attr(owner, name, call)
 
     def to_tensor(value: Any, check_type: bool = True) -> Any:
-        if type(value) is tensor:
+        if type(value) is core.tensor:
             return value
         if type(value) not in (bool, int, float):
             return number_of(value, check_type)
@@ -186,9 +185,7 @@ def call_operations_directly(interpreter: Any) -> None:
         return numbers[key]
 
     interpreter._patch_attr, semantic.to_tensor = patch_attr, to_tensor
-    core._unwrap_if_constexpr = lambda value: (
-        value if type(value) is tensor or not isinstance(value, may_be_wrapped) else unwrap(value)
-    )
+    core._unwrap_if_constexpr = lambda value: unwrap(value) if isinstance(value, may_be_wrapped) else value
 
 
 class Step(NamedTuple):
@@ -214,7 +211,6 @@ def compute_with_numpy_what_is_known(interpreter: Any) -> None:
     from triton.language import core
 
     semantic, builder, make = interpreter.interpreter_semantic, interpreter.interpreter_builder, object.__new__
-    tensor, tensor_handle = core.tensor, interpreter.TensorHandle
     plain = {f"{sign}int{bits}" for sign in ("", "u") for bits in (1, 8, 16, 32, 64)} | {"fp32", "fp64"}
     # While an operation is watched: the functions that it computes, and the handles that these are given.
     noted: list[tuple] | None = None
@@ -243,10 +239,10 @@ def compute_with_numpy_what_is_known(interpreter: Any) -> None:
     watch("ternary_op", lambda first, second, third, function: (function, first, second, third))
 
     def is_tensor(operand: Any) -> bool:
-        return type(operand) is tensor
+        return type(operand) is core.tensor
 
     def kind_of(operand: Any) -> Any:
-        if type(operand) is tensor:  # most often, so without a call
+        if is_tensor(operand):
             return operand.type.name
         return (type(operand), repr(operand)) if type(operand) in (int, float) else getattr(operand, "name", operand)
 
@@ -282,7 +278,7 @@ def compute_with_numpy_what_is_known(interpreter: Any) -> None:
                 if array.dtype is not dtype:
                     array = array.astype(dtype)
             arrays.append(array)
-        result, handle = make(tensor), make(tensor_handle)
+        result, handle = make(core.tensor), make(interpreter.TensorHandle)
         handle.data, handle.dtype, handle.attr = step.function(*arrays), step.dtype, {}
         result.handle, result.type, result.dtype, result.shape, result.numel = handle, *step.properties
         return result
