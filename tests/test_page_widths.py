@@ -8,7 +8,7 @@ from tests.support.site import ROOT, Site, built_site, opened, served
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="not in a checkout")
 
-DESK, TABLET, PHONE = 1280, 768, 390
+DESK, TABLET, PHONE, SMALL_PHONE = 1280, 768, 390, 360
 
 EVERYTHING_OPEN = """() => {
   for (const fold of document.querySelectorAll("details")) fold.open = true;
@@ -72,14 +72,10 @@ def test_every_page_loads_and_nothing_is_clipped_or_too_small_on_a_desk_a_tablet
             page = file.relative_to(site.folder).as_posix().removesuffix("index.html")
             if page == "404.html":
                 continue
-            tab.set_viewport_size({"width": 1440, "height": 800})
+            tab.set_viewport_size({"width": DESK, "height": 800})
             tab.emulate_media(color_scheme="light")
             tab.goto(server.address + page)
             too_wide = [tab.evaluate(TOO_WIDE)]
-            tab.emulate_media(color_scheme="dark")
-            tab.set_viewport_size({"width": 360, "height": 800})
-            if any([*too_wide, tab.evaluate(TOO_WIDE)]):
-                wrong.append(f"{page}: wider than the screen")
             tab.evaluate(EVERYTHING_OPEN)
             for width in (DESK, TABLET, PHONE):
                 tab.set_viewport_size({"width": width, "height": 800})
@@ -87,6 +83,10 @@ def test_every_page_loads_and_nothing_is_clipped_or_too_small_on_a_desk_a_tablet
                     if width == DESK or not found["visibly"]:
                         wrong.append(f"{page} at {width}: {found['hidden']} px of {found['what']}")
             wrong += [f"{page} at {PHONE}: text of {found}" for found in tab.evaluate(SMALL_TEXT)]
+            tab.emulate_media(color_scheme="dark")
+            tab.set_viewport_size({"width": SMALL_PHONE, "height": 800})
+            if any([*too_wide, tab.evaluate(TOO_WIDE)]):
+                wrong.append(f"{page}: wider than the screen")
             wrong += [f"{page}: {complaint}" for complaint in complaints if not re.search(NO_SEARCH, complaint)]
             complaints.clear()
     assert not wrong, "\n".join(wrong)

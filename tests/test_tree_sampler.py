@@ -292,7 +292,8 @@ def test_wrong_arguments_are_named(message):
 
 @pytest.mark.parametrize("backend", BACKENDS[:2])  # penalties need rounds
 def test_a_chain_is_verified_as_a_chain_its_drafts_counted(monkeypatch, backend):
-    requests, vocab, generator = 40, 5, torch.Generator().manual_seed(0)
+    requests, vocab = 40 if ON_GPU or backend == "eager" else 20, 5
+    generator = torch.Generator().manual_seed(0)
     rows = torch.randn(requests, DEPTH + 1, vocab, generator=generator).to(DEVICE)
     rows[..., 0] += 1
     drafts = (torch.rand(requests, DEPTH, generator=generator) < 0.2).long().to(DEVICE)  # most of them equal
@@ -304,7 +305,7 @@ def test_a_chain_is_verified_as_a_chain_its_drafts_counted(monkeypatch, backend)
     tree = sampler.tree(rows, token_ids, parents, max_depth=DEPTH, **options, adjustments=penalties)
     assert torch.equal(tree.token_ids, chain.token_ids)
     assert torch.equal(tree.num_accepted, chain.num_accepted)
-    assert (chain.num_accepted >= 2).sum() > 5
+    assert (chain.num_accepted >= 2).sum() > requests // 8
     assert not torch.equal(chain.token_ids, sampler(rows, drafts, **options).token_ids)
 
 
@@ -312,19 +313,21 @@ def test_a_chain_is_verified_as_a_chain_its_drafts_counted(monkeypatch, backend)
 def test_other_sizes_and_layouts(monkeypatch, backend):
     """One node, no request, no depth, many nodes in a chain, int32 ids, strided rows, a number or None for the seeds."""
     sampler = sampler_of(backend, monkeypatch)
-    chain = torch.arange(-1, 299, device=DEVICE, dtype=torch.int32)
+    chain = torch.arange(1, 301, device=DEVICE, dtype=torch.int32)  # from the last node down: children in any block
+    chain[0], chain[-1] = -1, 0
     rows = torch.zeros(2, 301, 12, device=DEVICE)[:, :300, :7]
     rows[:, :, 3] = 40.0
     ids = torch.full((2, 300), 3, device=DEVICE, dtype=torch.int32)
     depth = 40 if ON_GPU or backend == "eager" else 9
     output = sampler.tree(rows, ids, chain, max_depth=depth, adjustments=Adjustments(presence_penalty=0.5))
     assert output.num_accepted.tolist() == output.num_draft_tokens.tolist() == [depth, depth]
-    assert output.nodes[0].tolist() == list(range(1, depth + 1))
+    assert output.nodes[0].tolist() == list(range(299, 299 - depth, -1))
+    rows, ids, chain = rows[:, :9], ids[:, :9], torch.arange(-1, 8, device=DEVICE, dtype=torch.int32)
     assert sampler.tree(rows, ids, chain, max_depth=0, seeds=3).token_ids.tolist() == [[3], [3]]
     output = sampler.tree(rows[:, :1], ids[:, :1], chain[:1], max_depth=5)
     assert output.token_ids.tolist() == [[3, -1, -1, -1, -1, -1]] * 2
     assert sampler.tree(rows[:0], ids[:0], chain, max_depth=2).token_ids.shape == (0, 3)
-    starts = torch.tensor([0, 300, 600], device=DEVICE, dtype=torch.int32)
+    starts = torch.tensor([0, 9, 18], device=DEVICE, dtype=torch.int32)
     output = sampler.tree(rows.flatten(0, 1), ids, chain, max_depth=2, row_starts=starts, top_k=1)
     assert output.token_ids.tolist() == [[3, 3, 3]] * 2
 

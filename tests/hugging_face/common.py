@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from specdecode.integrations.transformers import PromptLookup, generate  # noqa: E402
 
 VOCAB = 8
-NEW = 16
+NEW = 12
 PROMPTS = [[3, 1, 4, 1, 5], [2], [7, 1, 0], [6, 6, 2, 5, 3, 1, 4], [0, 5]]
 TEMPERATURE = torch.tensor([1.0, 0.7, 0.0, 1.3, 0.0])
 TRUNCATION = {

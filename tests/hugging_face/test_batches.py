@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode import AcceptanceSchedule, RejectionSampler
+from tests.conftest import combine
 from tests.hugging_face.common import (
     DRAFTERS,
     HOT,
@@ -36,9 +37,10 @@ from specdecode.integrations.transformers.models import CachedModel  # noqa: E40
 
 
 class TestBatching:
-    @pytest.mark.parametrize("method", ["probabilistic", "block"])
-    @pytest.mark.parametrize("truncates", [False, True])
-    @pytest.mark.parametrize("drafter", ["close", "far", "lookup"])
+    @pytest.mark.parametrize(
+        ("drafter", "truncates", "method"),
+        combine(["close", "far", "lookup"], [False, True], ["probabilistic", "block"]),
+    )
     def test_a_request_alone_says_what_it_says_in_a_batch(self, drafter, truncates, method):
         target, draft = TARGETS["llama"], DRAFTERS[drafter](TARGETS["llama"])
         together = texts(ragged(target, draft, method=method, temperature=HOT, **TRUNCATION if truncates else {}))
