@@ -13,9 +13,10 @@ from tests.support.adjusted import (
     to,
     words_of,
 )
+from tests.support.calls import METHODS
 from tests.support.differential import case
 from tests.support.oracle import SCHEDULE
-from tests.support.packing import METHODS, assert_same
+from tests.support.packing import assert_same
 
 NAN = float("nan")
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from reference import oracle
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, sample
 from specdecode.noise import BLOCK_SIZE
+from tests.support.calls import METHODS
 from tests.support.hostile import (
     FLOATS,
     INF,
     INT64,
-    METHODS,
     NAN,
     assert_names,
     attempt,

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from specdecode import AcceptanceSchedule, RejectionSampler, VocabShard, validation
 from tests.conftest import ON_GPU
+from tests.support.calls import METHODS
 from tests.support.differential import Case, case
 from tests.support.packing import in_slots, packed_rows, with_counts
 from tests.support.ranks import Ranks
 
 NAN = float("nan")
-METHODS = ["strict", "probabilistic", "block", "synthetic"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 

@@ -18,7 +18,6 @@ from specdecode import AcceptanceSchedule, RejectionSampler, SamplerOutput
 from specdecode.noise import BLOCK_SIZE
 from tests.conftest import ON_GPU
 
-METHODS = ["strict", "probabilistic", "block", "synthetic"]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 INT64 = torch.iinfo(torch.int64)

@@ -65,9 +65,6 @@ def in_slots(value: Any, slots: Tensor, num_slots: int) -> Any:
     return by_slot
 
 
-METHODS = ["strict", "probabilistic", "block", "synthetic"]
-
-
 def sampler_of(method: str, backend: str = "eager") -> RejectionSampler:
     return RejectionSampler(method, backend=backend, schedule=SCHEDULE if method == "synthetic" else None)
 
