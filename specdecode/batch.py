@@ -281,14 +281,13 @@ class TreeBatch(NamedTuple):
         assert self.rows.packing is not None
         return self.rows.packing
 
-    def round(self, row: Tensor, path: Tensor) -> VerificationBatch:
+    def round(self, row: Tensor, position: Tensor, path: Tensor) -> VerificationBatch:
         """Return the step that draws the next token of each request from one row.
 
         Args:
             row: [batch] int64, -1 for no row.
+            position: [batch] int64, the position of that token.
             path: [batch, depth] int64, the tokens between node 0 and the row.
         """
-        depth, positions = path.shape[1], self.rows.positions
-        positions = row.new_full(row.shape, depth) if positions is None else positions + depth
         packing = self.packing._replace(row_starts=row, num_draft_tokens=0, is_round=True, path=path)
-        return self.rows._replace(positions=positions, packing=packing)
+        return self.rows._replace(positions=position, packing=packing)

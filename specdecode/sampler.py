@@ -20,7 +20,7 @@ from specdecode.arguments import (
     select,
 )
 from specdecode.backends import Backend, breaks_graph
-from specdecode.batch import TARGET_ONLY, Logprobs, SamplerOutput, Sampling, TreeOutput, VerificationBatch
+from specdecode.batch import TARGET_ONLY, Logprobs, SamplerOutput, Sampling, TreeBatch, TreeOutput, VerificationBatch
 from specdecode.drafting import DraftOutput, draw
 from specdecode.noise import SELECT, draft_domains
 from specdecode.sharding import VocabShard, check_shard
@@ -395,6 +395,54 @@ class RejectionSampler:
         References:
             Daliri et al. 2024, arXiv 2408.07978, whose coupled sampling the walk applies at each node.
         """
+        rows: Any = {"max_depth": max_depth, "row_starts": row_starts, "slots": slots}
+        batch = self._check_tree(target_logits, token_ids, parents, **rows, **options)
+        output: TreeOutput = backends.choose(self.backend, target_logits).verify_tree(batch)
+        return output
+
+    def warmup_tree(
+        self,
+        target_logits: Tensor,
+        token_ids: Tensor,
+        parents: Tensor,
+        *,
+        max_depth: int,
+        row_starts: Tensor | None = None,
+        slots: Tensor | None = None,
+        **options: Unpack[TreeOptions],
+    ) -> None:
+        """Compile the kernels that [`tree`][specdecode.RejectionSampler.tree] needs for any number of trees like these.
+
+        Arguments are alike as in [`warmup`][specdecode.RejectionSampler.warmup]; one tree is enough. Numbers of nodes and of
+        `max_depth` + 1 are alike if they have the same next power of two.
+
+        Args:
+            target_logits: as for `tree`, like the arguments below.
+            token_ids: [batch, nodes] int32 or int64.
+            parents: [batch, nodes] or [nodes] int32 or int64.
+            max_depth: the most drafts that can be accepted.
+            row_starts: [batch + 1] int32 or int64, of a packed call.
+            slots: [batch] int32 or int64, of a packed call.
+            **options: the keyword arguments of a call.
+
+        Raises:
+            TypeError: as for `tree`.
+            ValueError: as for `tree`.
+
+        Example:
+            >>> import torch
+            >>> from specdecode import RejectionSampler
+            >>> token_ids, parents = torch.tensor([[0, 7, 5, 9]]), torch.tensor([-1, 0, 0, 2])
+            >>> RejectionSampler("strict").warmup_tree(torch.zeros(1, 4, 10), token_ids, parents, max_depth=2, seeds=0)
+        """
+        rows: Any = {"max_depth": max_depth, "row_starts": row_starts, "slots": slots}
+        batch = self._check_tree(target_logits, token_ids, parents, **rows, **options)
+        backend = backends.choose(self.backend, target_logits)
+        if backend is not eager:
+            backend.warm_up_tree(batch)
+
+    def _check_tree(self, *arguments: Any, **options: Any) -> TreeBatch:
+        """Return the checked arguments of `tree`."""
         if self.method != "strict":
             raise ValueError(
                 f"method: {self.method!r} verifies chains only, expected 'strict': "
@@ -404,13 +452,10 @@ class RejectionSampler:
             raise ValueError(
                 "shard: trees are verified on whole rows; gather the logits, and use a sampler without a shard"
             )
-        rows: Any = {"max_depth": max_depth, "row_starts": row_starts, "slots": slots}
-        batch = check_tree(target_logits, token_ids, parents, **rows, **options)
+        batch = check_tree(*arguments, **options)
         if self.validate is not None:
             validation.check_tree(batch)
-        batch = batch._replace(rows=batch.rows.greedy_if_alike(self.method))
-        output: TreeOutput = backends.choose(self.backend, target_logits).verify_tree(batch)
-        return output
+        return batch._replace(rows=batch.rows.greedy_if_alike(self.method))
 
     def warmup(
         self,

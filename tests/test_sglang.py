@@ -614,7 +614,8 @@ def test_all_kernels_of_trees_are_compiled_at_the_first_step_which_is_greedy(mon
     made = plan_of.cache_info().misses
     assert made > 0
     for most in (0, 10**9):  # in rounds, and all rows at once
-        monkeypatch.setattr("specdecode.kernels.tree.LOGITS_A_ROUND", most)
+        limits = dict.fromkeys(("whole", "narrow", "wide"), most)
+        monkeypatch.setattr("specdecode.kernels.tree.LOGITS_A_ROUND", limits)
         for requests in (1, 13):
             step(requests, temperature=0.8)
             step(requests, temperature=0.8, top_p=0.9)

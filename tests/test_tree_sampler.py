@@ -91,7 +91,8 @@ def outcomes(given: Trees, adjustments: Adjustments | None, truncation: dict[str
 def sampler_of(backend: str, monkeypatch: pytest.MonkeyPatch) -> RejectionSampler:
     name, _, way = backend.partition(", ")
     if way:
-        monkeypatch.setattr("specdecode.kernels.tree.LOGITS_A_ROUND", 0 if way == "by rounds" else 10**9)
+        most = dict.fromkeys(("whole", "narrow", "wide"), 0 if way == "by rounds" else 10**9)
+        monkeypatch.setattr("specdecode.kernels.tree.LOGITS_A_ROUND", most)
     return RejectionSampler("strict", backend=name)
 
 
@@ -242,7 +243,6 @@ def test_rows_off_the_path_change_nothing_and_a_row_without_a_finite_logit_is_ma
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}], ids=["whole rows", "truncated"])
 def test_a_warm_up_with_one_request_makes_the_plans_of_all_sizes(monkeypatch, truncation):
-    from specdecode.kernels import warm_up_tree
     from specdecode.kernels.call import plan_of
 
     few, many = (trees(40, torch.float32, seed=7, requests=requests) for requests in (1, 13))
@@ -252,7 +252,7 @@ def test_a_warm_up_with_one_request_makes_the_plans_of_all_sizes(monkeypatch, tr
         return call(given, None) | limits
 
     plan_of.cache_clear()
-    warm_up_tree(check_tree(**arguments(few)))
+    RejectionSampler("strict", backend="triton").warmup_tree(**arguments(few))
     made = plan_of.cache_info().misses
     assert made > 0
     for way in ("triton, by rounds", "triton, all at once"):

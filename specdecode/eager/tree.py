@@ -30,6 +30,7 @@ class Walk(NamedTuple):
     parents: Tensor  # [batch, nodes] int64, -1 for node 0 and for nodes that cannot be followed
     first_row: Tensor  # [batch] int64, the row of node 0
     row: Tensor  # [batch] int64, the row of the current node; -1 if the walk has ended, or there is no row
+    position: Tensor  # [batch] int64, the position of the token drawn from that row
     token_ids: Tensor  # [batch, max_depth + 1] int64, -1 where nothing is emitted
     nodes: Tensor  # [batch, max_depth] int32, -1 where nothing is accepted
     num_accepted: Tensor  # [batch] int32
@@ -48,6 +49,7 @@ def start(batch: TreeBatch) -> Walk:
         parents,
         first_row,
         torch.where(last_node >= 0, first_row, -1),
+        torch.zeros_like(first_row) if batch.rows.positions is None else batch.rows.positions.clone(),
         first_row.new_full((len(first_row), batch.max_depth + 1), -1),
         first_row.new_full((len(first_row), batch.max_depth), -1, dtype=torch.int32),
         torch.zeros_like(first_row, dtype=torch.int32),
@@ -83,6 +85,7 @@ def advance(batch: TreeBatch, walk: Walk, output: SamplerOutput, depth: int) -> 
     walk.nodes[:, depth] = child.where(is_found, -1)
     walk.num_accepted.add_(is_found)
     walk.row.copy_(torch.where(is_found, walk.first_row + child, -1))
+    walk.position.add_(1)
 
 
 def walk_in_rounds(
@@ -94,7 +97,7 @@ def walk_in_rounds(
     """Walk from node 0 through the nodes whose tokens are the target's own, with one `strict` step a round."""
     rounds = []
     for depth in range(batch.num_rounds):
-        rounds.append(verify("strict", batch.round(walk.row, walk.token_ids[:, :depth])))
+        rounds.append(verify("strict", batch.round(walk.row, walk.position, walk.token_ids[:, :depth])))
         advance(batch, walk, rounds[-1], depth)
         if on_host(walk.row) and bool((walk.num_accepted <= depth).all()):
             break

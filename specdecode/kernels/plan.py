@@ -114,7 +114,7 @@ def plan_step(structure: Structure) -> Plan:
         plan.add(report_kernel, "target_rows", (*step, reporting_in(structure, overlaps)), num_warps=8)
     if structure.width > 0:
         siblings = Siblings(symbols_in(structure)["siblings"], structure.width, overlaps)
-        plan.add(siblings_kernel, "batch", (*step, siblings), num_warps=4)
+        plan.add(siblings_kernel, "batch", (*step, siblings), num_warps=4 if structure.width <= 2 else 8)
     return plan
 
 
