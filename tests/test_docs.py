@@ -352,6 +352,17 @@ def test_the_search_finds_pages_before_the_api(server):
             assert "/api/" not in found, f"{words}: {found}"
 
 
+def test_the_search_finds_what_operators_of_engines_ask_for(server):
+    with opened(server) as (tab, _):
+        tab.goto(server.address)
+        tab.locator("input.md-search__input").click()
+        for words in ("rollback", "ROCm", "per-request acceptance", "adaptive length", "trees", "medusa"):
+            tab.locator("input.md-search__input").fill(words)
+            tab.locator("input.md-search__input").press("End")
+            found = tab.locator(".md-search-result__item").filter(has_text=re.compile(words.split()[0], re.I))
+            found.first.wait_for(timeout=20_000)
+
+
 def test_the_early_exit_schedule_is_stepped_through_by_keyboard(server):
     with opened(server, width=360) as (tab, complaints):
         tab.goto(server.address + "kernels/")
