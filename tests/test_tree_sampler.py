@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from reference import oracle
 from reference.sampling import Sampling, processed_logprobs
@@ -14,6 +14,7 @@ from specdecode.arguments import check_tree
 from tests.conftest import HAS_TRITON, ON_GPU, combine
 from tests.support.adjusted import adjustments_for, of_request
 from tests.support.differential import FLOAT32_BAND, Case, band_of
+from tests.support.distributions import assert_distribution
 from tests.support.packing import in_slots
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
@@ -365,6 +366,31 @@ def test_methods_that_need_drawn_siblings_say_so(method):
         RejectionSampler(method).tree(
             torch.zeros(1, 1, 2), torch.zeros(1, 1).long(), torch.zeros(1).long(), max_depth=0
         )
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 4, "top_p": 0.9}], ids=["whole rows", "truncated"])
+@pytest.mark.parametrize("backend", BACKENDS if ON_GPU else ["eager"])
+def test_trees_of_siblings_emit_the_targets_distribution(monkeypatch, backend, truncation):
+    """Two tokens, the second drawn plainly where the tree gave one alone; 200,000 requests on a GPU."""
+    requests, vocab, random = 200_000 if ON_GPU else 20_000, 6, np.random.default_rng(0)
+    target, draft = random.normal(size=(1 + vocab, vocab)), random.normal(size=vocab)  # the row after token v is 1 + v
+    sampler, seeds = sampler_of(backend, monkeypatch), torch.arange(requests, device=DEVICE)
+    rows = torch.tensor(target, dtype=torch.float32, device=DEVICE)
+    drafts = torch.tensor(target[0] + draft, dtype=torch.float32, device=DEVICE).expand(requests, vocab)
+    siblings = sampler.draft(drafts, seeds=seeds, width=3, **truncation).token_ids
+    token_ids = nn.functional.pad(siblings, (1, 0))
+    logits = torch.cat([rows[:1].expand(requests, 1, vocab), rows[1 + siblings.clamp(min=0)]], dim=1)
+    parents = torch.tensor([-1, 0, 0, 0], device=DEVICE)
+    output = sampler.tree(logits, token_ids, parents, max_depth=1, seeds=seeds, **truncation)
+    first, second = output.token_ids.T
+    plain = sample(rows[1 + first], seeds=seeds, positions=torch.ones_like(seeds), **truncation)
+    second = second.where(second >= 0, plain)
+    counts = torch.bincount(first * vocab + second, minlength=vocab * vocab).cpu().numpy()
+    p = np.stack(
+        [np.exp(processed_logprobs(row[None].repeat(vocab, 0), range(vocab), Sampling(**truncation))) for row in target]
+    )
+    assert_distribution(counts, (p[0][:, None] * p[1:]).ravel())
+    assert output.num_accepted.double().mean() > 0.6
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from specdecode import AcceptanceSchedule, Adjustments, RejectionSampler, backends, sample
 from specdecode.kernels import plan as planning
+from specdecode.kernels import tree as kernels_of_trees
 from specdecode.kernels.call import plan_of
 from specdecode.kernels.launch import Plan
+from tests import test_tree_sampler
 from tests.benchmarks.realistic import realistic_rows
 from tests.support.adjusted import SOME, adjustments_for
 from tests.support.batches import verification_batch
@@ -135,6 +137,13 @@ def packed(call: dict[str, Any], batch: Case, layout: str) -> dict[str, Any]:
         result["slots"] = torch.tensor([99, -1, 0, 3, 2**31 - 1, 0])
     if layout == "packed empty":
         result |= {name: result[name][:0] for name in ("target_logits", "draft_token_ids", "row_positions")}
+    return result
+
+
+def packed_trees(given: Any, adjustments: Adjustments | None) -> dict[str, Any]:
+    """Return the arguments of packed trees, one with rows and one with a slot that are none."""
+    result = test_tree_sampler.packed(given, adjustments)
+    result["row_starts"][1], result["slots"][3] = 2**40, -1
     return result
 
 
@@ -262,6 +271,25 @@ class Calls:
             for limits, large in itertools.product(kept, (False, True)):
                 self.verify("probabilistic", call | limits, large=large)
 
+    def trees(self) -> None:
+        """Trees with padding, cycles and ids out of range, in rounds and all rows at once; and siblings."""
+        ways, limits = (0, 10**12), ({}, {"top_p": 0.9}, {"top_k": 3, "min_p": 0.01})
+        choices = itertools.product((1040, 1025), ways, (test_tree_sampler.call, packed_trees), ("none", "all", "mask"))
+        for vocab, most, layout, kind in choices:
+            given = test_tree_sampler.trees(vocab, torch.bfloat16, seed=vocab)
+            given.target_logits[0, 0], given.target_logits[1, :, ::2], given.target_logits[2, 0, 5] = NAN, -INF, INF
+            adjustments = test_tree_sampler.adjustments_of(given, kind)
+            kernels_of_trees.LOGITS_A_ROUND = dict.fromkeys(kernels_of_trees.LOGITS_A_ROUND, most)
+            for truncation in limits:
+                if self.is_due():
+                    call = self.on(layout(given, adjustments))
+                    RejectionSampler("strict", backend="triton").tree(**call, **truncation)
+        for vocab, width, truncation in itertools.product(CHOICES["vocab"], (1, 2, 5, 8), limits):
+            batch = with_hostile_half(case(BATCH, DRAFTS, vocab, torch.bfloat16, seed=vocab))
+            if self.is_due():
+                call = self.on({"logits": batch.target_logits[:, 0].contiguous(), "temperature": batch.temperature})
+                RejectionSampler("strict", backend="triton").draft(**call, seeds=0, width=width, **truncation)
+
     def many_requests(self) -> None:
         """Requests with many residuals for block verification to sum."""
         for vocab, large in itertools.product((32_768, 33_001), (False, True)):
@@ -288,6 +316,7 @@ def main(device: str, part: int = 0, parts: int = 1) -> int:
     calls.draws()
     calls.other_shapes()
     calls.realistic()
+    calls.trees()
     calls.many_requests()
     planning.SUM_PROGRAMS = 1  # as if there were many requests
     plan_of.cache_clear()
