@@ -264,12 +264,9 @@ def write(text: Text, console: Console) -> None:
 
 def legend(console: Console) -> Text:
     """Return one line that explains the colours or marks."""
-    text = Text()
-    for kind, label in LABELS.items():
-        text.append(MARKS[kind].format(label) if console.color_system is None else label, style=STYLES[kind]).append(
-            "   "
-        )
-    return text
+    plain = console.color_system is None
+    labels = [Text(MARKS[kind].format(label) if plain else label, style=STYLES[kind]) for kind, label in LABELS.items()]
+    return Text("  ").join(labels)
 
 
 def run_generate(options: Namespace, console: Console) -> None:

@@ -70,11 +70,15 @@ def test_everything_that_is_measured_is_shown():
 
 def test_what_was_not_measured_again_says_at_which_commit_it_was():
     old, new = {"median": 9.0, "iqr": 1.0}, {"median": 8.0, "iqr": 1.0}
-    earliest = {"commit": "c0", "results": {"3 requests": {"eager": old}}}
+    earliest = {"commit": "c0", "vLLM": "1", "SGLang": "1", "results": {"3 requests": {"eager": old}}}
     earlier = with_earlier({"commit": "c1", "results": {"1 request": {"eager": old, "strict": old}}}, earliest)
-    record = with_earlier({"commit": "c2", "seconds": 5, "results": {"1 request": {"strict": new}}}, earlier)
+    record = with_earlier(
+        {"commit": "c2", "seconds": 5, "vLLM": "2", "results": {"1 request": {"strict": new}}}, earlier
+    )
     assert record == {
         "commit": "c2",
+        "vLLM": "2",
+        "SGLang": "1",
         "results": {
             "1 request": {"strict": new, "eager": {"commit": "c1", **old}},
             "3 requests": {"eager": {"commit": "c0", **old}},

@@ -484,9 +484,33 @@ def test_the_demo_says_first_what_happens_and_last_what_to_try_which_runs(capsys
 
 
 def test_the_calls_of_the_target_are_those_of_the_mean_step():
-    table = comparison.savings_table({"block": 1.0}, num_draft_tokens=3)
-    rows = list(zip(*(column.cells for column in table.columns)))
-    assert rows == [("plain decoding", "", "1,000"), ("block", "1.00", "500")]
+    def rows(speeds):
+        table = comparison.savings_table({"block": 1.0, "tree": 3.0}, 3, speeds)
+        return list(zip(*(column.cells for column in table.columns)))
+
+    assert rows({}) == [("plain decoding", "", "1,000"), ("block", "1.00", "500"), ("tree", "3.00", "250")]
+    timed = rows({"plain decoding": 1234.5, "tree": 3000})
+    assert [row[3] for row in timed] == ["1,234", "", "3,000"]
+
+
+@pytest.mark.parametrize("plain_seconds", [10, 0.5])
+def test_the_demo_shows_times_of_other_models_where_drafts_save_time(capsys, monkeypatch, plain_seconds):
+    generate, now = integration.generate, [0.0]
+
+    def takes_time(target, drafter, *arguments, **options):
+        now[0] += plain_seconds if drafter is None else 1.0
+        return generate(target, drafter, *arguments, **options)
+
+    monkeypatch.setattr(integration, "generate", takes_time)
+    monkeypatch.setattr(comparison, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    models = ("--target", str(DRAFT), "--draft", str(DRAFT))
+    status, out, _ = run(capsys, "demo", *models, "--max-new-tokens", "5", "--prompt", "def f(")
+    assert status == 0
+    drafts_save_time = plain_seconds > 1
+    speeds = dict(re.findall(r"^ *(plain decoding|strict|prompt lookup|tree) .* ([\d,]+) *$", out, flags=re.M))
+    assert (speeds == {"plain decoding": "2", "strict": "20", "prompt lookup": "20", "tree": "20"}) == drafts_save_time
+    assert ("tokens a second: " in out) == drafts_save_time
+    assert ("No times: nothing was faster" in out) != drafts_save_time
 
 
 def test_the_demo_counts_only_steps_that_were_allowed_all_drafts():

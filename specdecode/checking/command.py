@@ -35,6 +35,9 @@ def add_options(command: ArgumentParser) -> None:
     command.add_argument("--only", metavar="NAME", help="ask one question alone, a name of the report's")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument(
+        "--junit", type=Path, metavar="FILE", help="also write the report to FILE as JUnit XML, for CI"
+    )
+    command.add_argument(
         "--progress", action="store_true", default=None, help="show progress, also if standard error is no terminal"
     )
 
@@ -47,6 +50,7 @@ def run(options: Namespace) -> int:
     """
     try:
         from specdecode.checking.checker import check
+        from specdecode.checking.junit import junit
         from specdecode.checking.subjects import load, load_function
     except ImportError as error:
         raise ValueError(f"check needs NumPy and SciPy ({error}): pip install numpy scipy") from None
@@ -64,5 +68,8 @@ def run(options: Namespace) -> int:
         progress=options.progress,
         name=subject.name,
     )
+    if options.junit:
+        options.junit.parent.mkdir(parents=True, exist_ok=True)
+        options.junit.write_bytes(junit(report))
     print(json.dumps(report.as_dict(), indent=2) if options.json else report)
     return int(not report.passed)

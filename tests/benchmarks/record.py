@@ -31,15 +31,20 @@ def make_record(raw: dict, commit: str | None = None) -> dict:
     return {**about, "results": results_of(kept)}
 
 
+ENGINES = ("vLLM", "SGLang", "FlashInfer")
+"""Keys of a record that hold an engine's version; a run without engines has none of them."""
+
+
 def with_earlier(record: dict, earlier: dict) -> dict:
-    """Return a record with what an earlier one has besides, marked with the earlier commit."""
+    """Return a record completed by an earlier one: its results, marked with their commit, and its engines' versions."""
     results = {group: dict(cells) for group, cells in record["results"].items()}
     for group, cells in earlier["results"].items():
         for provider, cell in cells.items():
             if provider not in results.get(group, {}):
                 results.setdefault(group, {})[provider] = {"commit": earlier["commit"], **cell}
     whole = {key: value for key, value in record.items() if key not in ("benchmarks", "seconds")}
-    return {**whole, "results": results}
+    versions = {engine: earlier[engine] for engine in ENGINES if engine in earlier.keys() - record.keys()}
+    return {**whole, **versions, "results": results}
 
 
 def is_on_gpu(benchmark: dict) -> bool:
