@@ -96,3 +96,25 @@ def test_the_gains_in_the_engines_are_those_of_the_records(name, page, which):
         assert row.replace("|  |", "| |") in README.read_text()
         row = row.removesuffix(" |  |") + " |" if page == "sglang" else row.replace("|  |", "| |")
         assert row in README.with_name("docs").joinpath("use", f"{page}.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "page", "engine", "which"),
+    [("h200-serving-real", "vllm", "vllm", {"drafter": "n-gram"}), ("h200-sglang", "sglang", "sglang", {})],
+)
+def test_the_times_on_the_pages_of_evidence_are_those_of_the_records(name, page, engine, which):
+    """Microseconds of verification on the device, the engine's own / this package's."""
+    text = README.with_name("docs").joinpath("use", "evidence", f"{page}.md").read_text()
+    samplings = [*SAMPLINGS, "T .8, min-p .05"] if page == "vllm" else SAMPLINGS[:3]
+    for requests in (1, 32, 256):
+        pairs = []
+        for sampling in samplings:
+            (cell,) = [
+                cell
+                for cell in record(name)["cells"]
+                if all(
+                    cell[key] == value for key, value in {**which, "requests": requests, "sampling": sampling}.items()
+                )
+            ]
+            pairs.append("/".join(f"{cell[side]['verify_device_us']:,.0f}" for side in (engine, "ours")))
+        assert "| " + " | ".join(pairs) + " |" in text, pairs
