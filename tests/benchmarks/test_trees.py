@@ -102,6 +102,8 @@ def test_trees_on_the_gpu(benchmark, requests, nodes, depth, provider, truncatio
         f"trees of {nodes} nodes and depth {depth}, {requests} requests, {VOCAB:,} tokens, bfloat16, T = 0.7"
     )
     benchmark.extra_info |= {"provider": f"{provider}, {truncation}", "environment": environment}
+    if provider == "SGLang" and truncation != "plain" and requests * nodes * VOCAB > 2**31:
+        pytest.skip("SGLang's top_p_renorm_prob accesses illegal memory")
     tree, top_p = tree_of(requests, nodes, depth, "cuda"), 0.95 if truncation != "plain" else None
     if provider == "softmax, then walk":
         measure(benchmark, Recording(softened_and_walked(tree, depth, top_p), calls=2))
