@@ -1,4 +1,4 @@
-"""Where the tests run: every backend on every device of the machine; without a GPU, kernels in Triton's interpreter."""
+"""The backends and devices of the tests: every backend on every device of the machine; without a GPU, kernels in Triton's interpreter."""
 
 import gc
 import importlib.util
