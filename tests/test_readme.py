@@ -118,3 +118,23 @@ def test_the_times_on_the_pages_of_evidence_are_those_of_the_records(name, page,
             ]
             pairs.append("/".join(f"{cell[side]['verify_device_us']:,.0f}" for side in (engine, "ours")))
         assert "| " + " | ".join(pairs) + " |" in text, pairs
+
+
+def test_the_times_of_trees_on_the_page_of_benchmarks_are_those_of_the_record():
+    text, results = (README.with_name("docs") / "benchmarks.md").read_text(), record("h200-trees")["results"]
+    rows = "151,936 tokens, bfloat16, T = 0.7"
+
+    def row(group: str, providers: list[str]) -> str:
+        cells = [results[f"{group}, {rows}"].get(provider) for provider in providers]
+        return " | ".join(f"{cell['device_us']['median']:,.0f}" if cell else "" for cell in cells).replace("|  ", "| ")
+
+    ways = ["tree", "SGLang", "softmax, then walk"]
+    for requests, nodes, depth in (1, 64, 8), (32, 16, 5), (256, 8, 3), (256, 64, 8):
+        times = row(
+            f"trees of {nodes} nodes and depth {depth}, {requests} requests",
+            [f"{way}, {kind}" for kind in ("plain", "top-p .95") for way in ways],
+        )
+        assert f"| {requests}, {nodes}, {depth} | {times} |" in text
+    for name, kind in ("whole rows", ""), ("top-p .95", ", top-p .95"):
+        widths = ["one token", "2 siblings", "4 siblings", "8 siblings"]
+        assert f"| {name} | {row('siblings, 256 rows', [width + kind for width in widths])} |" in text

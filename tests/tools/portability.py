@@ -137,7 +137,9 @@ def compile_all(methods: list[str], once: bool = False) -> None:
             sampler(target, ids, seeds=0, top_p=0.9)
             sampler(target, ids, seeds=0, top_p=0.9, logprobs="raw", top_logprobs=5, kept_sets=True)
             sampler.draft(target[:, 0], seeds=0, width=4)
-            sampler.tree(target, torch.zeros(1, DRAFTS + 1, dtype=torch.int64), torch.arange(-1, DRAFTS), max_depth=2)
+            sampler.warmup_tree(
+                target, torch.zeros(1, DRAFTS + 1, dtype=torch.int64), torch.arange(-1, DRAFTS), max_depth=2, seeds=0
+            )
         if method == "probabilistic":
             vocabulary = torch.arange(draft.shape[2] // 2)
             sampler(target, ids, draft[..., : len(vocabulary)], seeds=0, draft_vocab_ids=vocabulary)
