@@ -5,6 +5,7 @@ first tokens of the samples are the control: if they are wrong, the mistake is n
 """
 
 import json
+import math
 import sys
 import time
 from collections import Counter, defaultdict
@@ -17,16 +18,7 @@ from urllib.request import Request, urlopen
 from specdecode.checking.checker import FALSE_ALARM
 from specdecode.checking.findings import Finding
 from specdecode.checking.report import Check, Report
-from specdecode.checking.server_statistics import (
-    RANKS,
-    Context,
-    Evidence,
-    Row,
-    Token,
-    make_row,
-    prefix_fit,
-    two_samples,
-)
+from specdecode.checking.server_statistics import RANKS, Context, Evidence, Row, make_row, prefix_fit, two_samples
 from specdecode.checking.settings import Progress
 from specdecode.checking.statistics import Fit, detectable
 
@@ -46,7 +38,8 @@ LOW = 0.6
 BATCH, NUM_TOKENS, LEAST_SAMPLES = 16, 8, 40
 """Samples of a request; tokens of a sample; a prefix seen as often is compared with its one-token request."""
 
-Rows = dict[Token, float]
+Listed = dict[int, float]
+"""Log-probabilities of the likeliest tokens; empty if the server reports none."""
 
 
 class Server(NamedTuple):
@@ -66,17 +59,13 @@ class Server(NamedTuple):
                 return dict(json.load(answer))
         except HTTPError as error:
             said = error.read(500).decode(errors="replace")
-            hint = {401: "set api_key", 403: "set api_key", 404: "is the model in /v1/models?"}.get(
-                error.code, "see its log"
-            )
+            hint = {401: "set api_key", 403: "set api_key", 404: "is the model in /v1/models?"}.get(error.code, "")
             hint = "set top_logprobs to what it allows" if "logprobs" in said else hint
-            raise ValueError(f"server: {self.url}{path} refused with {error.code}: {said}; {hint}") from None
+            raise ValueError(f"server: {self.url}{path} refused with {error.code}: {said} {hint}") from None
         except TimeoutError:
             raise ValueError(f"timeout: no answer from {self.url} in {self.timeout:g} s; set a longer one") from None
         except (OSError, HTTPException) as error:
-            raise ValueError(
-                f"server: expected an answer from {self.url}{path}, got {error!r}; is it running?"
-            ) from None
+            raise ValueError(f"server: no answer from {self.url}{path}: {error!r}; does it run there?") from None
         except (ValueError, TypeError):
             raise ValueError(f"server: expected JSON from {self.url}{path}; is it OpenAI-compatible?") from None
 
@@ -86,7 +75,7 @@ class Server(NamedTuple):
         answer = {"logprobs": self.top_logprobs, "return_tokens_as_token_ids": True, "ignore_eos": True}
         return {"model": self.model, "prompt": prompts, "max_tokens": max_tokens, **sampling, **answer}
 
-    def complete(self, prompts: Any, temperature: float, max_tokens: int) -> list[list[tuple[Token, Rows]]]:
+    def complete(self, prompts: Any, temperature: float, max_tokens: int) -> list[list[tuple[int, Listed]]]:
         """Return the tokens of each answer, each with its log-probabilities."""
         answer = self.post("/v1/completions", self.request(prompts, temperature, max_tokens))
         choices = sorted(answer.get("choices", []), key=lambda choice: int(choice["index"]))
@@ -94,14 +83,9 @@ class Server(NamedTuple):
             raise ValueError(f"server: expected choices from {self.url}/v1/completions, got {str(answer)[:200]}")
         return [read(choice.get("logprobs")) for choice in choices]
 
-    def tokenize(self, text: str) -> list[Token]:
-        """Return a text's ids."""
-        body = {"model": self.model, "prompt": text, "content": text, "add_special": True}
-        return list(self.post("/tokenize", body)["tokens"])
-
-    def rows(self, texts: Sequence[Sequence[Token]], temperature: float = 1.0) -> list[Rows]:
+    def rows(self, texts: Sequence[Sequence[int]], temperature: float = 1.0) -> list[Listed]:
         """Return the log-probabilities after texts, of one-token requests."""
-        rows: list[Rows] = []
+        rows: list[Listed] = []
         for start in range(0, len(texts), BATCH):
             answers = self.complete([list(text) for text in texts[start : start + BATCH]], temperature, 1)
             rows += [listed for answer in answers for _, listed in answer if listed]
@@ -110,56 +94,55 @@ class Server(NamedTuple):
         return rows
 
 
-def read(logprobs: Any) -> list[tuple[Token, Rows]]:
+def read(logprobs: Any) -> list[tuple[int, Listed]]:
     """Read log-probabilities, in the form of completions (vLLM) or of chats (llama.cpp)."""
     if not logprobs:
         raise ValueError("server: an answer has no log-probabilities; set the server to report them")
     if "content" in logprobs:
         entries = logprobs["content"]
         return [(each["id"], {top["id"]: top["logprob"] for top in each["top_logprobs"]}) for each in entries]
-    names, rows = logprobs["tokens"], logprobs["top_logprobs"] or [None] * len(logprobs["tokens"])
-    texts = [name for name in names if not name.startswith("token_id:")]
-    if texts:
-        raise ValueError(f"server: expected token ids in log-probabilities, got {texts[0]!r}: tokens may share a text")
-    number = len("token_id:")
-    return [
-        (int(name[number:]), {int(other[number:]): value for other, value in (row or {}).items()})
-        for name, row in zip(names, rows)
-    ]
+    rows = logprobs["top_logprobs"] or [None] * len(logprobs["tokens"])
+    rows = [{number(name): value for name, value in (row or {}).items()} for row in rows]
+    return list(zip(map(number, logprobs["tokens"]), rows))
 
 
-def choose(server: Server, text: str, unsure_first: bool) -> list[Token]:
+def number(name: str) -> int:
+    """Return the id in "token_id:17"."""
+    if not name.startswith("token_id:"):
+        raise ValueError(f"server: expected token ids in log-probabilities, got {name!r}: tokens may share a text")
+    return int(name.removeprefix("token_id:"))
+
+
+def choose(server: Server, text: str, unsure_first: bool) -> list[int]:
     """Return the beginning of a text before its least sure token, or before a sure token that an unsure one follows."""
-    ids = server.tokenize(text)
+    ids = server.post("/tokenize", {"model": server.model, "prompt": text, "content": text, "add_special": True})[
+        "tokens"
+    ]
     texts = [ids[:end] for end in range(max(1, len(ids) - 6), len(ids) + 1)]
     rows = [make_row(listed, server.top_logprobs) for listed in server.rows(texts)]
     scores = [min(float(row.probs @ row.surprise()), 2.0) * (1 - row.probs[-1]) for row in rows]
     if not unsure_first:
         scores = [row.probs[row.place(t[-1])] * later for row, t, later in zip(rows, texts[1:], scores[1:])]
-    return max(zip(scores, texts))[1] if scores else ids
-
-
-def temperature_of(prompt: Token) -> float:
-    """Return a prompt's temperature."""
-    return LOW if isinstance(prompt, int) and prompt % 3 == 2 else 1.0
+    return list(max(zip(scores, texts))[1])
 
 
 class Run:
     """The samples of one server."""
 
-    def __init__(self, server: Server, prompts: Sequence[Sequence[Token]], shown: Progress) -> None:
+    def __init__(self, server: Server, prompts: Sequence[list[int]], shown: Progress) -> None:
         self.server, self.prompts, self.shown = server, prompts, shown
+        self.temperatures = [LOW if prompt % 3 == 2 else 1.0 for prompt in range(len(prompts))]
         self.texts: list[Context] = []
         self.own, self.by_prefix, self.without_rows = Evidence(), Evidence(), 0
         plain, scaled = (server.rows(prompts[-1:], temperature)[0] for temperature in (1.0, LOW))
-        self.raw = sum(abs(plain[token] - scaled.get(token, 0.0)) for token in plain) < 0.05 * len(plain)
+        self.raw = all(abs(scaled.get(token, logprob) - logprob) < 0.1 for token, logprob in plain.items())
 
     def collect(self, samples: int, threshold: float) -> None:
-        """Ask for samples until there are enough, or the bets show an error."""
+        """Ask for samples until there are enough, or the bets show an error and a third can name it."""
         started = time.monotonic()
-        while len(self.texts) < samples and (self.without_rows or self.own.bets_p_value() >= threshold):
-            for prompt, tokens in enumerate(self.prompts):
-                for answer in self.server.complete([list(tokens)] * BATCH, temperature_of(prompt), NUM_TOKENS):
+        while len(self.texts) < (samples if self.without_rows or math.exp(-self.own.best) > threshold else samples / 3):
+            for prompt, temperature in enumerate(self.temperatures):
+                for answer in self.server.complete([self.prompts[prompt]] * BATCH, temperature, NUM_TOKENS):
                     self.add(prompt, answer)
                 done = len(self.texts)
                 seconds = (time.monotonic() - started) / done * max(0, samples - done)
@@ -167,34 +150,34 @@ class Run:
                 self.shown.requests, self.shown.done = samples, done
                 self.shown.say(f"{done} of {samples} samples, {seconds:.0f} s, TV {sees:.2f}")
 
-    def row(self, prompt: Token, listed: Rows) -> Row:
+    def row(self, prompt: int, listed: Listed) -> Row:
         """Return the row that a prompt's tokens should be drawn from."""
-        return make_row(listed, self.server.top_logprobs, temperature_of(prompt) if self.raw else 1.0)
+        return make_row(listed, self.server.top_logprobs, self.temperatures[prompt] if self.raw else 1.0)
 
-    def add(self, prompt: int, answer: Sequence[tuple[Token, Rows]]) -> None:
+    def add(self, prompt: int, answer: Sequence[tuple[int, Listed]]) -> None:
         """Add a sample; its first token belongs to the control."""
         text: Context = (prompt,)
         for place, (token, listed) in enumerate(answer):
             if place and listed:
-                self.own.add(self.row(prompt, listed), token, text, temperature_of(prompt))
+                self.own.add(self.row(prompt, listed), token, text, self.temperatures[prompt])
             self.without_rows += bool(place and not listed)
             text = (*text, token)
         self.texts.append(text)
 
-    def prefixes(self, ends: range) -> tuple[Fit, str]:
-        """Compare the tokens after each frequent prefix with its one-token request."""
-        counts: dict[Context, Counter[Token]] = defaultdict(Counter)
+    def prefixes(self, first: int, last: int) -> tuple[Fit, str]:
+        """Compare tokens number `first` to `last` after each frequent prefix with its one-token request."""
+        counts: dict[Context, Counter[int]] = defaultdict(Counter)
         for text in self.texts:
-            for end in ends[: max(0, len(text) - ends[0])]:
+            for end in range(first, min(last + 1, len(text))):
                 counts[text[:end]][text[end]] += 1
         rows: dict[Context, Row] = {}
         for prompt, tokens in enumerate(self.prompts):
             contexts = [each for each in counts if each[0] == prompt and counts[each].total() >= LEAST_SAMPLES]
-            listed = self.server.rows([[*tokens, *each[1:]] for each in contexts], temperature_of(prompt))
+            listed = self.server.rows([[*tokens, *each[1:]] for each in contexts], self.temperatures[prompt])
             rows.update({context: self.row(prompt, each) for context, each in zip(contexts, listed)})
         for context, row in rows.items():
             for token in counts[context].elements():
-                self.by_prefix.add(row, token, context, temperature_of(context[0]))
+                self.by_prefix.add(row, token, context, self.temperatures[context[0]])
         return prefix_fit(counts, rows)
 
 
@@ -231,49 +214,51 @@ def check_server(
     """
     started = time.perf_counter()
     shown = Progress(samples, sys.stderr.isatty() if progress is None else progress)
-    server = Server(url.rstrip("/").removesuffix("/v1"), model, top_logprobs, timeout, api_key)
+    server = Server(address(url), model, top_logprobs, timeout, api_key)
     shown.say("choosing prompts")
     ids = [choose(server, text, i % 4 == 1) if isinstance(text, str) else list(text) for i, text in enumerate(prompts)]
     run, threshold = Run(server, ids, shown), FALSE_ALARM / 6
     run.collect(samples, threshold)
     shown.say("one-token requests")
-    fit, seen = run.prefixes(range(2, NUM_TOKENS + 1))
     found = [
-        Finding("prefixes", fit.p_value, True, "tokens after frequent texts, rows of one-token requests", seen, fit)
+        compared("prefixes", "tokens after frequent texts, rows of one-token requests", *run.prefixes(2, NUM_TOKENS))
     ]
-    fit, control = run.prefixes(range(1, 2))
+    control = compared("first token", "never a draft: the control", *run.prefixes(1, 1))
     notes = []
     if run.without_rows:
         notes.append(f"not asked: ranks, surprisal, bets: {run.without_rows:,} tokens came without log-probabilities.")
     else:
         ranks, (p_value, more) = run.own.ranks(), run.own.surprisal()
-        gaps = [f"{rank}: {1000 * gap:+.0f}" for rank, gap in zip(RANKS, ranks.share)]
+        counts = [f"{rank}: {n:,} ({due:,.0f})" for rank, n, due in zip(RANKS, ranks.observed, ranks.expected)]
+        seen = f"tokens of rank (and expected): {', '.join(counts)}"
         found += [
-            Finding(
-                "ranks",
-                ranks.fit.p_value,
-                True,
-                "ranks in the token's own row",
-                f"in 1,000, too many of rank {', '.join(gaps)}",
-                ranks.fit,
-            ),
+            compared("ranks", "the token's rank in its own row", ranks.fit, seen),
             Finding("surprisal", p_value, True, f"{more:+.3f} nats a token above the entropy of its row"),
-            Finding("bets", run.own.bets_p_value(), True, "bets on ranks and tokens; valid whenever sampling stops"),
+            Finding("bets", math.exp(-run.own.best), True, "bets on ranks and tokens; valid whenever sampling stops"),
         ]
-    found.append(Finding("first token", fit.p_value, True, "never a draft: the control", control, fit))
+    found.append(control)
     if against:
-        other = Run(server._replace(url=against.rstrip("/").removesuffix("/v1")), ids, shown)
+        other = Run(server._replace(url=address(against)), ids, shown)
         other.collect(len(run.texts), 0.0)
-        fit = two_samples(run.texts, other.texts)
-        found.append(Finding("against", fit.p_value, True, f"texts of two to four tokens, also of {against}", fit=fit))
+        found.append(
+            compared("against", f"texts of two to four tokens, also of {against}", two_samples(run.texts, other.texts))
+        )
     shown.end()
     checks = [Check(each.name, each.verdict(threshold), each.p_value, each.detail(threshold)) for each in found]
     suspects: list[str] = []
     if not all(check.passed for check in checks):
         suspects = (run.by_prefix if run.without_rows else run.own).suspects()
-        body = json.dumps(server.request([ids[0]] * BATCH, 1.0, NUM_TOKENS))
-        notes.append(
-            f"to see its tokens: curl {server.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
-        )
+        body = json.dumps({**server.request(ids[0], 1.0, NUM_TOKENS), "n": BATCH})
+        notes.append(f"a request: curl {server.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
     size = {"prompts": len(ids), "samples": len(run.texts), "tokens": sum(len(text) - 1 for text in run.texts)}
     return Report(checks, suspects, notes, f"{model} at {url}", size, threshold, time.perf_counter() - started)
+
+
+def compared(name: str, what: str, fit: Fit, seen: str = "") -> Finding:
+    """Return a test's finding."""
+    return Finding(name, fit.p_value, True, what, seen, fit)
+
+
+def address(url: str) -> str:
+    """Return a URL without /v1."""
+    return url.rstrip("/").removesuffix("/v1")

@@ -1,13 +1,12 @@
 """The tests behind `check_server`: sampled tokens against rows of log-probabilities.
 
 Given the text before it, a token of a right server is a draw from its row. So a function of row and token, minus its
-expectation under the row, has mean 0 whatever the text is; its sums are martingales, close to normal. Bets multiply a wealth
-by numbers with mean 1: a right server's wealth ever reaches 1 / p with probability p at most (Ville's inequality), so that
-sampling may stop as soon as it does.
+expectation under the row, has mean 0; its sums are martingales, close to normal. Bets multiply a wealth by numbers with mean
+1: a right server's wealth ever reaches 1 / p with probability p at most (Ville's inequality), whenever sampling stops.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,21 +20,17 @@ RANKS = ("1", "2", "3", "4-5", "6-10", "11-20", "others")
 REST = -1
 """Stands for all tokens that the row does not list."""
 
-WEAK = 0.1
-"""A position fits if it deviates by less than this share of the position that deviates most."""
-
-Token = Hashable
-Context = tuple[Token, ...]
+Context = tuple[int, ...]
 """The number of a prompt, and the tokens after it."""
 
 
 class Row(NamedTuple):
     """The likeliest tokens and their probabilities, in descending order; the last entry is REST."""
 
-    tokens: tuple[Token, ...]
+    tokens: tuple[int, ...]
     probs: Floats
 
-    def place(self, token: Token) -> int:
+    def place(self, token: int) -> int:
         """Return the token's index."""
         return self.tokens.index(token if token in self.tokens else REST)
 
@@ -48,7 +43,7 @@ class Row(NamedTuple):
         return np.asarray(-np.log(np.maximum(self.probs, 1e-12)))
 
 
-def make_row(listed: Mapping[Token, float], count: int, temperature: float = 1.0) -> Row:
+def make_row(listed: Mapping[int, float], count: int, temperature: float = 1.0) -> Row:
     """Return the row of the `count` likeliest listed tokens, from log-probabilities at temperature 1.
 
     At another temperature the share of the other tokens is unknown: REST has probability 0, and the row is conditional.
@@ -67,16 +62,15 @@ def make_row(listed: Mapping[Token, float], count: int, temperature: float = 1.0
 class Ranks(NamedTuple):
     """Ranks of tokens, compared with their rows."""
 
-    share: Floats
-    """Observed minus expected tokens of each bin, per token."""
-
+    observed: NDArray[np.int64]
+    expected: Floats
     fit: Fit
-    strength: float
-    """The deviation per unit of variance, by which positions compare."""
+    excess: float  # of the statistic over its expectation; it grows with the variance
+    variance: float
 
 
 class Judged(NamedTuple):
-    """A token beside its row: its bin and the bins' probabilities, -log p minus the row's entropy and its variance."""
+    """A token beside its row: its bin, the bins' probabilities, -log p minus the entropy, and the variance of -log p."""
 
     temperature: float
     position: int
@@ -91,12 +85,10 @@ class Evidence:
 
     def __init__(self) -> None:
         self.judged: list[Judged] = []
-        self.wealth, self.best = np.zeros(2), 0.0
-        """Logarithms: of the bets on ranks and on tokens after equal texts; the largest mean of both so far."""
-        self.cells: dict[Hashable, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        """Observed and expected tokens."""
+        self.wealth, self.best = np.zeros(2), 0.0  # logarithms: bets on ranks and on tokens; the largest mean so far
+        self.cells: dict[tuple[Context, int], list[float]] = defaultdict(lambda: [0.0, 0.0])  # observed, expected
 
-    def add(self, row: Row, token: Token, context: Context, temperature: float) -> None:
+    def add(self, row: Row, token: int, context: Context, temperature: float) -> None:
         """Add a token, if its row says anything about it."""
         place = row.place(token)
         if not row.probs[place]:
@@ -105,11 +97,11 @@ class Evidence:
         bins, mean = np.bincount(ranks, row.probs, len(RANKS)).astype(float), row.probs @ surprise
         seen, variance = int(ranks[place]), float(row.probs @ (surprise - mean) ** 2)
         self.judged.append(Judged(temperature, len(context) - 1, seen, bins, float(surprise[place] - mean), variance))
-        self.wealth[0] += self.bet([("rank", bin) for bin in range(len(RANKS))], bins, seen, 200.0)
+        self.wealth[0] += self.bet([((), rank) for rank in range(len(RANKS))], bins, seen, 200.0)
         self.wealth[1] += self.bet([(context, name) for name in row.tokens], row.probs, place, 5.0)
         self.best = max(self.best, float(np.logaddexp(*self.wealth) - np.log(2)))
 
-    def bet(self, names: Sequence[Hashable], probs: Floats, seen: int, prior: float) -> float:
+    def bet(self, names: Sequence[tuple[Context, int]], probs: Floats, seen: int, prior: float) -> float:
         """Return log(w(seen) / E[w]) for the odds w = (observed + prior) / (expected + prior) of earlier tokens."""
         cells = [self.cells[name] for name in names]
         odds = [(observed + prior) / (expected + prior) for observed, expected in cells]
@@ -117,10 +109,6 @@ class Evidence:
             cell[1] += prob
         cells[seen][0] += 1
         return float(np.log(odds[seen] / (probs @ np.array(odds))))
-
-    def bets_p_value(self) -> float:
-        """Return 1 / largest wealth."""
-        return float(np.exp(-self.best))
 
     def surprisal(self) -> tuple[float, float]:
         """Return the p-value, and surprisal minus entropy in nats a token."""
@@ -131,38 +119,46 @@ class Evidence:
         """Test the ranks of all tokens, or of some: d^T C^-1 d, where small bins join the largest."""
         judged = self.judged if judged is None else judged
         expected = np.array([each.bins for each in judged]).reshape(-1, len(RANKS))
-        difference = np.bincount([each.seen for each in judged], minlength=len(RANKS)) - expected.sum(axis=0)
+        observed = np.bincount([each.seen for each in judged], minlength=len(RANKS))
+        difference = observed - expected.sum(axis=0)
         covariance = np.diag(expected.sum(axis=0)) - expected.T @ expected
         kept = covariance.diagonal() > 5
         kept[covariance.diagonal().argmax()] = False
         degrees, part = int(kept.sum()), difference[kept]
         statistic = float(part @ np.linalg.solve(covariance[np.ix_(kept, kept)], part))
         fit = Fit(float(chdtrc(degrees, statistic)) if degrees else 1.0, degrees, len(judged))
-        return Ranks(
-            difference / max(1, len(judged)), fit, max(0.0, statistic - degrees) / max(1.0, covariance.trace())
-        )
+        return Ranks(observed, expected.sum(axis=0), fit, statistic - degrees, max(1.0, covariance.trace()))
 
     def suspects(self) -> list[str]:
         """Return the ids of the known mistakes that ranks and positions tell."""
         plain = [each for each in self.judged if each.temperature == 1]
         ranks, other = self.ranks(plain), self.ranks([each for each in self.judged if each.temperature != 1])
-        if ranks.share[0] > 0.1 and np.mean([each.seen == 0 for each in plain]) > 0.97:
+        share = (ranks.observed - ranks.expected) / max(1, len(plain))
+        if share[0] > 0.1 and ranks.observed[0] > 0.97 * len(plain):
             return ["always_greedy"]
-        if ranks.share[-1] > 0.3 or (ranks.fit.p_value > 1e-3 and other.fit.p_value < 1e-6):
+        if share[-1] > 0.3 or (ranks.fit.p_value > 1e-3 and other.fit.p_value < 1e-6):
             return ["temperature_ignored"]
-        positions = sorted({each.position for each in plain})
-        strengths = [self.ranks([each for each in plain if each.position == i]).strength for i in positions]
-        fits = [strength < WEAK * max(strengths) for strength in strengths]
         if ranks.fit.p_value > 1e-6:
             return []
-        if fits[0]:
-            return ["bonus_from_last_draft_row"]  # the first draft is judged rightly, and a later token is wrong
-        if any(fits):
+        last = max(each.position for each in plain)
+        if any(self.alone(plain, set(range(1, end))) for end in range(2, last + 1)):
+            return [
+                "bonus_from_last_draft_row"
+            ]  # the first step's drafts are judged rightly, and a later token is wrong
+        if any(self.alone(plain, set(range(step, last + 1, step))) for step in range(2, last + 1)):
             return ["accept_everything"]  # every draft is wrong, and only the bonus token after them is right
-        return ["recovered_from_target"] if ranks.share[0] > 0 else []
+        # p in place of the residual emits min(p, q) + (1 - acceptance) p: less than 2 p
+        return ["recovered_from_target"] if (ranks.observed < 2.1 * ranks.expected + 10).all() else []
+
+    def alone(self, judged: Sequence[Judged], positions: set[int]) -> bool:
+        """Return whether these positions fit, and would not if they deviated as the others do."""
+        inside = self.ranks([each for each in judged if each.position in positions])
+        others = self.ranks([each for each in judged if each.position not in positions])
+        expected = others.excess / others.variance * inside.variance
+        return expected > 30 and inside.excess < 0.25 * expected
 
 
-def prefix_fit(counts: Mapping[Context, Counter[Token]], rows: Mapping[Context, Row]) -> tuple[Fit, str]:
+def prefix_fit(counts: Mapping[Context, Counter[int]], rows: Mapping[Context, Row]) -> tuple[Fit, str]:
     """Test the tokens after each context against its row; return the test, and the largest difference in words."""
     width = max((len(row.probs) for row in rows.values()), default=1)
     observed, expected = np.zeros((len(rows), width), dtype=np.int64), np.zeros((len(rows), width))

@@ -20,11 +20,11 @@ def softmax(logits):
 class Model:
     """A table: the row after a text depends on its last two tokens."""
 
-    def __init__(self, seed=0, mistake="", spread=1.5):
+    def __init__(self, seed=0, mistake="", again=0):
         table = np.random.default_rng(seed)
-        self.target = spread * table.normal(size=(VOCAB, VOCAB, VOCAB))
-        self.draft = self.target + 1.5 * table.normal(size=self.target.shape)
-        self.random, self.mistake = np.random.default_rng(seed + 1), mistake
+        self.target = 2 * table.normal(size=(VOCAB, VOCAB, VOCAB))
+        self.draft = 0.5 * self.target + table.normal(size=self.target.shape)
+        self.random, self.mistake = np.random.default_rng(seed + 1 + again), mistake
 
     def pick(self, probs):
         return int(min(np.searchsorted(probs.cumsum(), self.random.random() * probs.sum(), side="right"), VOCAB - 1))
@@ -53,7 +53,7 @@ class Model:
     def complete(self, prompt, temperature, length):
         """Return a text; its first token is no draft."""
         text = [0, *prompt]
-        first = 1e-3 if self.mistake == "wrong everywhere" else temperature
+        first = 1e-3 if self.mistake == "first_token_greedy" else temperature
         text.append(self.pick(softmax(self.target[text[-2], text[-1]] / first)))
         while len(text) < 1 + len(prompt) + length:
             text += self.step(text, temperature)
@@ -90,7 +90,7 @@ def serving(model=None, rows="all", status=200, wait=None) -> Iterator[str]:
         def do_POST(self):
             question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if wait is not None:
-                wait.wait(10)
+                wait.wait(1)
             code, reply = 200, {}
             if self.path == "/tokenize":
                 reply = {"tokens": [ord(letter) % VOCAB for letter in question["prompt"]]}
