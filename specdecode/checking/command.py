@@ -43,7 +43,7 @@ def add_options(command: ArgumentParser) -> None:
     server.add_argument("--server", metavar="URL", help="with /v1/completions and log-probabilities")
     server.add_argument("--model", metavar="NAME", help="the model's name on the server")
     server.add_argument("--against", metavar="URL", help="another server of the model, such as one without speculation")
-    server.add_argument("--samples", type=int, default=900, help="texts of eight tokens (default %(default)s)")
+    server.add_argument("--samples", type=int, default=960, help="texts of eight tokens (default %(default)s)")
     server.add_argument("--top-logprobs", type=int, default=20, help="to ask for (default %(default)s)")
     server.add_argument("--timeout", type=float, default=120, help="seconds for a request (default %(default)s)")
     server.add_argument("--api-key", help="sent as a bearer token")

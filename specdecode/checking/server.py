@@ -145,7 +145,7 @@ class Run:
                 for answer in self.server.complete([self.prompts[prompt]] * BATCH, temperature, NUM_TOKENS):
                     self.add(prompt, answer)
                 done = len(self.texts)
-                seconds = (time.monotonic() - started) / done * max(0, samples - done)
+                seconds = (time.monotonic() - started) / done * (samples - done)
                 sees = detectable(len(RANKS) - 1, done * (NUM_TOKENS - 1), threshold)
                 self.shown.requests, self.shown.done = samples, done
                 self.shown.say(f"{done} of {samples} samples, {seconds:.0f} s, TV {sees:.2f}")
@@ -186,7 +186,7 @@ def check_server(
     model: str,
     *,
     against: str | None = None,
-    samples: int = 900,
+    samples: int = 960,
     prompts: Sequence[str | Sequence[int]] = TEXTS,
     top_logprobs: int = 20,
     timeout: float = 120.0,
@@ -199,7 +199,7 @@ def check_server(
         url: of a server with OpenAI's `/v1/completions`, such as http://127.0.0.1:8000.
         model: its name there.
         against: the URL of another server of the model, such as one without speculation: both must give equal texts.
-        samples: continuations of eight tokens, in all; fewer if the bets show an error earlier.
+        samples: continuations of eight tokens, rounded up to 16 of each prompt; a third if the bets show an error by then.
         prompts: texts, of which the checker continues a beginning, or lists of ids. Every third has temperature 0.6.
         top_logprobs: log-probabilities to ask for; most servers allow 20.
         timeout: seconds for a request.
@@ -217,6 +217,7 @@ def check_server(
     server = Server(address(url), model, top_logprobs, timeout, api_key)
     shown.say("choosing prompts")
     ids = [choose(server, text, i % 4 == 1) if isinstance(text, str) else list(text) for i, text in enumerate(prompts)]
+    samples = math.ceil(samples / len(ids) / BATCH) * len(ids) * BATCH
     run, threshold = Run(server, ids, shown), FALSE_ALARM / 6
     run.collect(samples, threshold)
     shown.say("one-token requests")

@@ -23,7 +23,7 @@ class Model:
     def __init__(self, seed=0, mistake="", again=0):
         table = np.random.default_rng(seed)
         self.target = 2 * table.normal(size=(VOCAB, VOCAB, VOCAB))
-        self.draft = 0.5 * self.target + table.normal(size=self.target.shape)
+        self.draft = 0.3 * self.target + table.normal(size=self.target.shape)
         self.random, self.mistake = np.random.default_rng(seed + 1 + again), mistake
 
     def pick(self, probs):
