@@ -74,7 +74,7 @@ def test_the_control_tells_sampling_from_verification():
 
 def test_two_servers_are_compared(right):
     with serving(Model(mistake="accept_everything")) as other:
-        report = check_server(right[0], "table", against=other, samples=240, prompts=[[1]])
+        report = check_server(right[0], "table", against=other, samples=480, prompts=[[1]])
     assert failed(report) == {"against"}
 
 

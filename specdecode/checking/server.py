@@ -53,7 +53,9 @@ class Server(NamedTuple):
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request; errors say what to set."""
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key}"}
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
         try:
             with urlopen(Request(self.url + path, json.dumps(body).encode(), headers), timeout=self.timeout) as answer:
                 return dict(json.load(answer))
@@ -61,6 +63,7 @@ class Server(NamedTuple):
             said = error.read(500).decode(errors="replace")
             hint = {401: "set api_key", 403: "set api_key", 404: "is the model in /v1/models?"}.get(error.code, "")
             hint = "set top_logprobs to what it allows" if "logprobs" in said else hint
+            hint = "set prompts to lists of token ids" if path == "/tokenize" else hint
             raise ValueError(f"server: {self.url}{path} refused with {error.code}: {said} {hint}") from None
         except TimeoutError:
             raise ValueError(f"timeout: no answer from {self.url} in {self.timeout:g} s; set a longer one") from None
@@ -135,7 +138,8 @@ class Run:
         self.texts: list[Context] = []
         self.own, self.by_prefix, self.without_rows = Evidence(), Evidence(), 0
         plain, scaled = (server.rows(prompts[-1:], temperature)[0] for temperature in (1.0, LOW))
-        self.raw = all(abs(scaled.get(token, logprob) - logprob) < 0.1 for token, logprob in plain.items())
+        raw = all(abs(scaled.get(token, logprob) - logprob) < 0.1 for token, logprob in plain.items())
+        self.to_scale = self.temperatures if raw else [1.0] * len(prompts)
 
     def collect(self, samples: int, threshold: float) -> None:
         """Ask for samples until there are enough, or the bets show an error and a third can name it."""
@@ -147,19 +151,16 @@ class Run:
                 done = len(self.texts)
                 seconds = (time.monotonic() - started) / done * (samples - done)
                 sees = detectable(len(RANKS) - 1, done * (NUM_TOKENS - 1), threshold)
-                self.shown.requests, self.shown.done = samples, done
+                self.shown.done = done
                 self.shown.say(f"{done} of {samples} samples, {seconds:.0f} s, TV {sees:.2f}")
-
-    def row(self, prompt: int, listed: Listed) -> Row:
-        """Return the row that a prompt's tokens should be drawn from."""
-        return make_row(listed, self.server.top_logprobs, self.temperatures[prompt] if self.raw else 1.0)
 
     def add(self, prompt: int, answer: Sequence[tuple[int, Listed]]) -> None:
         """Add a sample; its first token belongs to the control."""
         text: Context = (prompt,)
         for place, (token, listed) in enumerate(answer):
             if place and listed:
-                self.own.add(self.row(prompt, listed), token, text, self.temperatures[prompt])
+                row = make_row(listed, self.server.top_logprobs, self.to_scale[prompt])
+                self.own.add(row, token, text, self.temperatures[prompt])
             self.without_rows += bool(place and not listed)
             text = (*text, token)
         self.texts.append(text)
@@ -171,13 +172,13 @@ class Run:
             for end in range(first, min(last + 1, len(text))):
                 counts[text[:end]][text[end]] += 1
         rows: dict[Context, Row] = {}
-        for prompt, tokens in enumerate(self.prompts):
+        for prompt, temperature in enumerate(self.temperatures):
             contexts = [each for each in counts if each[0] == prompt and counts[each].total() >= LEAST_SAMPLES]
-            listed = self.server.rows([[*tokens, *each[1:]] for each in contexts], self.temperatures[prompt])
-            rows.update({context: self.row(prompt, each) for context, each in zip(contexts, listed)})
-        for context, row in rows.items():
-            for token in counts[context].elements():
-                self.by_prefix.add(row, token, context, self.temperatures[context[0]])
+            texts = [[*self.prompts[prompt], *context[1:]] for context in contexts]
+            for context, listed in zip(contexts, self.server.rows(texts, temperature)):
+                rows[context] = make_row(listed, self.server.top_logprobs, self.to_scale[prompt])
+                for token in counts[context].elements():
+                    self.by_prefix.add(rows[context], token, context, temperature)
         return prefix_fit(counts, rows)
 
 
@@ -213,19 +214,19 @@ def check_server(
         ValueError: the server cannot be checked; the message says what to set.
     """
     started = time.perf_counter()
+    if samples < 1 or not prompts:
+        raise ValueError(f"samples: expected at least 1, and prompts, got {samples!r} and {prompts!r}")
+    samples = math.ceil(samples / len(prompts) / BATCH) * len(prompts) * BATCH
     shown = Progress(samples, sys.stderr.isatty() if progress is None else progress)
-    server = Server(address(url), model, top_logprobs, timeout, api_key)
+    base = [each.rstrip("/").removesuffix("/v1") for each in (url, against or url)]
+    server = Server(base[0], model, top_logprobs, timeout, api_key)
     shown.say("choosing prompts")
     ids = [choose(server, text, i % 4 == 1) if isinstance(text, str) else list(text) for i, text in enumerate(prompts)]
-    samples = math.ceil(samples / len(ids) / BATCH) * len(ids) * BATCH
     run, threshold = Run(server, ids, shown), FALSE_ALARM / 6
     run.collect(samples, threshold)
     shown.say("one-token requests")
-    found = [
-        compared("prefixes", "tokens after frequent texts, rows of one-token requests", *run.prefixes(2, NUM_TOKENS))
-    ]
-    control = compared("first token", "never a draft: the control", *run.prefixes(1, 1))
-    notes = []
+    found = [compared("prefixes", "tokens after frequent texts, by one-token requests", *run.prefixes(2, NUM_TOKENS))]
+    control, notes = compared("first token", "never a draft: the control", *run.prefixes(1, 1)), []
     if run.without_rows:
         notes.append(f"not asked: ranks, surprisal, bets: {run.without_rows:,} tokens came without log-probabilities.")
     else:
@@ -239,11 +240,10 @@ def check_server(
         ]
     found.append(control)
     if against:
-        other = Run(server._replace(url=address(against)), ids, shown)
+        other = Run(Server(base[1], *server[1:]), ids, shown)
         other.collect(len(run.texts), 0.0)
-        found.append(
-            compared("against", f"texts of two to four tokens, also of {against}", two_samples(run.texts, other.texts))
-        )
+        fit = two_samples(run.texts, other.texts)
+        found.append(compared("against", f"texts of two to four tokens, also of {against}", fit))
     shown.end()
     checks = [Check(each.name, each.verdict(threshold), each.p_value, each.detail(threshold)) for each in found]
     suspects: list[str] = []
@@ -258,8 +258,3 @@ def check_server(
 def compared(name: str, what: str, fit: Fit, seen: str = "") -> Finding:
     """Return a test's finding."""
     return Finding(name, fit.p_value, True, what, seen, fit)
-
-
-def address(url: str) -> str:
-    """Return a URL without /v1."""
-    return url.rstrip("/").removesuffix("/v1")

@@ -34,10 +34,6 @@ class Row(NamedTuple):
         """Return the token's index."""
         return self.tokens.index(token if token in self.tokens else REST)
 
-    def ranks(self) -> NDArray[np.int64]:
-        """Return the bin of each entry."""
-        return np.append(np.searchsorted(EDGES, np.arange(1, len(self.probs))), len(EDGES))
-
     def surprise(self) -> Floats:
         """Return -log p of each entry."""
         return np.asarray(-np.log(np.maximum(self.probs, 1e-12)))
@@ -93,7 +89,8 @@ class Evidence:
         place = row.place(token)
         if not row.probs[place]:
             return
-        ranks, surprise = row.ranks(), row.surprise()
+        ranks = np.append(np.searchsorted(EDGES, np.arange(1, len(row.probs))), len(EDGES))  # the bin of each entry
+        surprise = row.surprise()
         bins, mean = np.bincount(ranks, row.probs, len(RANKS)).astype(float), row.probs @ surprise
         seen, variance = int(ranks[place]), float(row.probs @ (surprise - mean) ** 2)
         self.judged.append(Judged(temperature, len(context) - 1, seen, bins, float(surprise[place] - mean), variance))
