@@ -13,7 +13,7 @@ import pytest
 
 from specdecode import cli
 from specdecode.checking import check_server
-from tests.support.served import Model, serving
+from tests.support.served import MISTAKES, Model, serving
 
 TABLE = [[1], [2, 3], [4], [5], [6], [7]]
 """Prompts of ids, which are not chosen."""
@@ -44,10 +44,7 @@ def test_a_right_server_passes_on_the_command_line(right):
     assert "288 of 288 samples, 0 s, TV 0.10" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    ["recovered_from_target", "accept_everything", "bonus_from_last_draft_row", "temperature_ignored", "always_greedy"],
-)
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen_and_named(mistake):
     with serving(Model(mistake=mistake)) as url:
         report = check_server(url, "table", samples=600)

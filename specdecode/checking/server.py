@@ -201,7 +201,7 @@ def check_server(
         model: its name there.
         against: the URL of another server of the model, such as one without speculation: both must give equal texts.
         samples: continuations of eight tokens, rounded up to 16 of each prompt; a third if the bets show an error by then.
-        prompts: texts, of which the checker continues a beginning, or lists of ids. Every third has temperature 0.6.
+        prompts: texts, whose beginnings are continued, or lists of ids. Every third has temperature 0.6.
         top_logprobs: log-probabilities to ask for; most servers allow 20.
         timeout: seconds for a request.
         api_key: sent as a bearer token.

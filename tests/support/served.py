@@ -10,6 +10,9 @@ import numpy as np
 
 VOCAB = 24
 NUM_DRAFTS = 3
+MISTAKES = (
+    "recovered_from_target", "accept_everything", "bonus_from_last_draft_row", "temperature_ignored", "always_greedy",
+)  # fmt: skip
 
 
 def softmax(logits):
