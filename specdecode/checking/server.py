@@ -225,8 +225,10 @@ def check_server(
     run, threshold = Run(server, ids, shown), FALSE_ALARM / 6
     run.collect(samples, threshold)
     shown.say("one-token requests")
-    found = [compared("prefixes", "tokens after frequent texts, by one-token requests", *run.prefixes(2, NUM_TOKENS))]
-    control, notes = compared("first token", "never a draft: the control", *run.prefixes(1, 1)), []
+    fit, seen = run.prefixes(2, NUM_TOKENS)
+    found = [Finding("prefixes", fit.p_value, True, "tokens after frequent texts, by one-token requests", seen, fit)]
+    fit, control = run.prefixes(1, 1)
+    notes = []
     if run.without_rows:
         notes.append(f"not asked: ranks, surprisal, bets: {run.without_rows:,} tokens came without log-probabilities.")
     else:
@@ -234,16 +236,16 @@ def check_server(
         counts = [f"{rank}: {n:,} ({due:,.0f})" for rank, n, due in zip(RANKS, ranks.observed, ranks.expected)]
         seen = f"tokens of rank (and expected): {', '.join(counts)}"
         found += [
-            compared("ranks", "the token's rank in its own row", ranks.fit, seen),
+            Finding("ranks", ranks.fit.p_value, True, "the token's rank in its own row", seen, ranks.fit),
             Finding("surprisal", p_value, True, f"{more:+.3f} nats a token above the entropy of its row"),
             Finding("bets", math.exp(-run.own.best), True, "bets on ranks and tokens; valid whenever sampling stops"),
         ]
-    found.append(control)
+    found.append(Finding("first token", fit.p_value, True, "never a draft: the control", control, fit))
     if against:
         other = Run(Server(base[1], *server[1:]), ids, shown)
         other.collect(len(run.texts), 0.0)
         fit = two_samples(run.texts, other.texts)
-        found.append(compared("against", f"texts of two to four tokens, also of {against}", fit))
+        found.append(Finding("against", fit.p_value, True, f"texts of two to four tokens, also of {against}", fit=fit))
     shown.end()
     checks = [Check(each.name, each.verdict(threshold), each.p_value, each.detail(threshold)) for each in found]
     suspects: list[str] = []
@@ -253,8 +255,3 @@ def check_server(
         notes.append(f"a request: curl {server.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
     size = {"prompts": len(ids), "samples": len(run.texts), "tokens": sum(len(text) - 1 for text in run.texts)}
     return Report(checks, suspects, notes, f"{model} at {url}", size, threshold, time.perf_counter() - started)
-
-
-def compared(name: str, what: str, fit: Fit, seen: str = "") -> Finding:
-    """Return a test's finding."""
-    return Finding(name, fit.p_value, True, what, seen, fit)
