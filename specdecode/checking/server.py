@@ -160,7 +160,7 @@ class Run:
         for place, (token, listed) in enumerate(answer):
             if place and listed:
                 row = make_row(listed, self.server.top_logprobs, self.to_scale[prompt])
-                self.own.add(row, token, text, self.temperatures[prompt])
+                self.own.add(row, token, text, self.temperatures[prompt], listed.get(token, 0.0))
             self.without_rows += bool(place and not listed)
             text = (*text, token)
         self.texts.append(text)

@@ -17,6 +17,9 @@ from specdecode.checking.statistics import Fit, Floats, goodness_of_fit, homogen
 
 EDGES = np.array([1, 2, 3, 5, 10, 20])
 RANKS = ("1", "2", "3", "4-5", "6-10", "11-20", "others")
+UNLIKELY = -18.0
+"""Log-probability: all tokens below it together have less than 0.004, in a vocabulary of 256,000."""
+
 REST = -1
 """Stands for all tokens that the row does not list."""
 
@@ -81,11 +84,13 @@ class Evidence:
 
     def __init__(self) -> None:
         self.judged: list[Judged] = []
+        self.unlikely = 0
         self.wealth, self.best = np.zeros(2), 0.0  # logarithms: bets on ranks and on tokens; the largest mean so far
         self.cells: dict[tuple[Context, int], list[float]] = defaultdict(lambda: [0.0, 0.0])  # observed, expected
 
-    def add(self, row: Row, token: int, context: Context, temperature: float) -> None:
-        """Add a token, if its row says anything about it."""
+    def add(self, row: Row, token: int, context: Context, temperature: float, logprob: float = 0.0) -> None:
+        """Add a token, if its row says anything about it, and its log-probability, if the server reports that."""
+        self.unlikely += logprob < UNLIKELY
         place = row.place(token)
         if not row.probs[place]:
             return
@@ -133,7 +138,8 @@ class Evidence:
         share = (ranks.observed - ranks.expected) / max(1, len(plain))
         if share[0] > 0.1 and ranks.observed[0] > 0.97 * len(plain):
             return ["always_greedy"]
-        if share[-1] > 0.3 or (ranks.fit.p_value > 1e-3 and other.fit.p_value < 1e-6):
+        flat = self.unlikely > 0.01 * len(self.judged)
+        if flat or share[-1] > 0.3 or (ranks.fit.p_value > 1e-3 and other.fit.p_value < 1e-6):
             return ["temperature_ignored"]
         if ranks.fit.p_value > 1e-6:
             return []
