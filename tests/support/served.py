@@ -69,7 +69,10 @@ class Model:
 
 
 def answer(model, question, rows):
-    """Return the answer to a request; `rows`: "all", "first" tokens alone, "text" in place of ids, or "none"."""
+    """Return the answer to a request.
+
+    `rows`: "all", as vLLM does; "text", with texts in place of ids; "first", of first tokens alone, in llama.cpp's form; "none".
+    """
     choices = []
     for index, prompt in enumerate(question["prompt"]):
         new = model.complete(prompt, question["temperature"], question["max_tokens"])
@@ -77,10 +80,14 @@ def answer(model, question, rows):
         for place, token in enumerate(new):
             row = model.row([*prompt, *new[:place]])
             top = {*np.argsort(-row)[: question["logprobs"]].tolist(), token}
-            named = {f"token_id:{i}" if rows != "text" else "abcdefghijklmnopqrstuvwxyz"[i]: float(row[i]) for i in top}
-            listed.append(named if rows != "first" or not place else None)
-        name = (lambda i: f"token_id:{i}") if rows != "text" else (lambda i: "abcdefghijklmnopqrstuvwxyz"[i])
-        logprobs = {"tokens": [name(token) for token in new], "top_logprobs": listed}
+            listed.append({i: float(row[i]) for i in top if rows != "first" or not place})
+        if rows == "first":
+            tops = [[{"id": i, "logprob": value} for i, value in row.items()] for row in listed]
+            logprobs = {"content": [{"id": token, "top_logprobs": top} for token, top in zip(new, tops)]}
+        else:
+            name = "abcdefghijklmnopqrstuvwx".__getitem__ if rows == "text" else "token_id:{}".format
+            named = [{name(i): value for i, value in row.items()} for row in listed]
+            logprobs = {"tokens": [name(token) for token in new], "top_logprobs": named}
         choices.append({"index": index, "logprobs": logprobs if rows != "none" else None})
     return {"choices": choices}
 
@@ -111,6 +118,7 @@ def serving(model=None, rows="all", status=200, wait=None) -> Iterator[str]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.handle_error = lambda *_: None  # a client that no longer waits
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
