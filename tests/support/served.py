@@ -71,7 +71,7 @@ class Model:
 def answer(model, question, rows):
     """Return the answer to a request.
 
-    `rows`: "all", as vLLM does; "text", with texts in place of ids; "first", of first tokens alone, in llama.cpp's form; "none".
+    `rows`: "all", as vLLM does; "text", with texts for ids; "first": first tokens alone, in llama.cpp's form; "none".
     """
     choices = []
     for index, prompt in enumerate(question["prompt"]):
