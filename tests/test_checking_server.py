@@ -91,6 +91,11 @@ def test_errors_say_what_to_set(options, message):
         check_server(url, "table", timeout=0.2 if "wait" in options else 60)
 
 
+def test_servers_with_other_tokenizers_are_not_compared(right):
+    with serving(Model(), shift=1) as other, pytest.raises(ValueError, match="against: expected the tokenizer of"):
+        check_server(right[0], "table", against=other, samples=16, prompts=["a text"])
+
+
 def test_errors_of_the_command_name_its_options(capsys):
     with serving(Model()) as url:
         pass

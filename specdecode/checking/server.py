@@ -84,7 +84,18 @@ class Server(NamedTuple):
         choices = sorted(answer.get("choices", []), key=lambda choice: int(choice["index"]))
         if not choices:
             raise ValueError(f"server: expected choices from {self.url}/v1/completions, got {str(answer)[:200]}")
-        return [read(choice.get("logprobs")) for choice in choices]
+        try:
+            return [read(choice.get("logprobs")) for choice in choices]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"server: expected OpenAI's or llama.cpp's log-probabilities: {error!r}") from None
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        body = {"model": self.model, "prompt": text, "content": text, "add_special": True}
+        ids = list(self.post("/tokenize", body).get("tokens", []))
+        if not ids:
+            raise ValueError("server: its /tokenize gives no tokens; set prompts to lists of token ids")
+        return ids
 
     def rows(self, texts: Sequence[Sequence[int]], temperature: float = 1.0) -> list[Listed]:
         """Return the log-probabilities after texts, of one-token requests."""
@@ -118,9 +129,7 @@ def number(name: str) -> int:
 
 def choose(server: Server, text: str, unsure_first: bool) -> list[int]:
     """Return the beginning of a text before its least sure token, or before a sure token that an unsure one follows."""
-    ids = server.post("/tokenize", {"model": server.model, "prompt": text, "content": text, "add_special": True})[
-        "tokens"
-    ]
+    ids = server.tokenize(text)
     texts = [ids[:end] for end in range(max(1, len(ids) - 6), len(ids) + 1)]
     rows = [make_row(listed, server.top_logprobs) for listed in server.rows(texts)]
     scores = [min(float(row.probs @ row.surprise()), 2.0) * (1 - row.probs[-1]) for row in rows]
@@ -242,7 +251,12 @@ def check_server(
         ]
     found.append(Finding("first token", fit.p_value, True, "never a draft: the control", control, fit))
     if against:
-        other = Run(Server(base[1], *server[1:]), ids, shown)
+        reference = Server(base[1], *server[1:])
+        if any(isinstance(text, str) and reference.tokenize(text) != server.tokenize(text) for text in prompts):
+            raise ValueError(
+                f"against: expected the tokenizer of {url}, got another; set it to a server of the same model"
+            )
+        other = Run(reference, ids, shown)
         other.collect(len(run.texts), 0.0)
         fit = two_samples(run.texts, other.texts)
         found.append(Finding("against", fit.p_value, True, f"texts of two to four tokens, also of {against}", fit=fit))

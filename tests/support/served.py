@@ -93,8 +93,11 @@ def answer(model, question, rows):
 
 
 @contextmanager
-def serving(model=None, rows="all", status=200, wait=None) -> Iterator[str]:
-    """Serve a model; yield the address. `status`: refuse all completions; `wait`: an event to wait for before answering."""
+def serving(model=None, rows="all", status=200, wait=None, shift=0) -> Iterator[str]:
+    """Serve a model; yield the address.
+
+    `status`: refuse all completions; `wait`: an event to wait for before answering; `shift`: use another tokenizer.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -103,7 +106,7 @@ def serving(model=None, rows="all", status=200, wait=None) -> Iterator[str]:
                 wait.wait(1)
             code, reply = 200, {}
             if self.path == "/tokenize":
-                reply = {"tokens": [ord(letter) % VOCAB for letter in question["prompt"]]}
+                reply = {"tokens": [(ord(letter) + shift) % VOCAB for letter in question["prompt"]]}
             elif status != 200:
                 code, reply = status, {"error": "at most 5 logprobs" if status == 400 else "no"}
             else:
