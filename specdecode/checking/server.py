@@ -229,6 +229,9 @@ def check_server(
     shown = Progress(samples, sys.stderr.isatty() if progress is None else progress)
     base = [each.rstrip("/").removesuffix("/v1") for each in (url, against or url)]
     server = Server(base[0], model, top_logprobs, timeout, api_key)
+    reference = Server(base[1], *server[1:])
+    if any(against and isinstance(text, str) and server.tokenize(text) != reference.tokenize(text) for text in prompts):
+        raise ValueError(f"against: expected the tokenizer of {url}, got another; set a server of the same model")
     shown.say("choosing prompts")
     ids = [choose(server, text, i % 4 == 1) if isinstance(text, str) else list(text) for i, text in enumerate(prompts)]
     run, threshold = Run(server, ids, shown), FALSE_ALARM / 6
@@ -251,11 +254,6 @@ def check_server(
         ]
     found.append(Finding("first token", fit.p_value, True, "never a draft: the control", control, fit))
     if against:
-        reference = Server(base[1], *server[1:])
-        if any(isinstance(text, str) and reference.tokenize(text) != server.tokenize(text) for text in prompts):
-            raise ValueError(
-                f"against: expected the tokenizer of {url}, got another; set it to a server of the same model"
-            )
         other = Run(reference, ids, shown)
         other.collect(len(run.texts), 0.0)
         fit = two_samples(run.texts, other.texts)
