@@ -1,4 +1,4 @@
-"""What the metadata of a built distribution says of the web: the project's addresses, and the README with whole links.
+"""The web addresses in the metadata of a built distribution: the project's URLs, and the README with absolute links.
 
 The addresses come from two environment variables, which the release workflow sets: REPOSITORY_URL and SITE_URL. Without them
 a distribution has no addresses, and the README's links stay relative.
@@ -14,7 +14,7 @@ LINK = re.compile(r'(\]\(|src=")(?![a-z]+:|#)([^)"\s]+)')
 
 
 def project_urls(repository: str, site: str, version: str) -> dict[str, str]:
-    """Return the addresses that are known, by the labels that PyPI knows.
+    """Return the known addresses, by the labels of PyPI.
 
     >>> project_urls("", "", "0.1.0")
     {}
@@ -32,7 +32,7 @@ def project_urls(repository: str, site: str, version: str) -> dict[str, str]:
 
 
 def with_whole_links(text: str, repository: str, site: str, version: str) -> str:
-    """Return Markdown whose relative links lead to the site of this version, or else to the repository at its tag.
+    """Return Markdown with absolute links to the site of this version, or, without a site, to the repository at its tag.
 
     >>> with_whole_links("[use](docs/use/quickstart.md#install)", "https://host/repository", "https://site", "0.1.0")
     '[use](https://site/0.1.0/use/quickstart/#install)'
@@ -50,15 +50,15 @@ def with_whole_links(text: str, repository: str, site: str, version: str) -> str
         return match[0]
 
     if site:
-        text = text.replace("](#the-site)", f"]({site}/{version}/)")  # which says how to build it, where there is none
+        text = text.replace("](#the-site)", f"]({site}/{version}/)")  # otherwise the section on building the site
     return LINK.sub(whole, text)
 
 
 class AddressHook(MetadataHookInterface):
-    """Sets `project.urls` and `project.readme`, unless an sdist that is being built from has them already."""
+    """Sets `project.urls` and `project.readme`, unless the sdist already has them."""
 
     def update(self, metadata: dict) -> None:
-        """Set what the metadata lacks."""
+        """Set the missing metadata."""
         version = re.search(r'^__version__ = "(.+)"$', (Path(self.root) / "specdecode/__init__.py").read_text(), re.M)[
             1
         ]

@@ -22,8 +22,9 @@ rule. In `greedy` and `strict` it returns the emitted tokens. In the others it r
 distribution of the token after them, which `selection` draws.
 
 [`oracle`][reference.oracle] puts them together: logits and seeds instead of probabilities and random numbers, with every
-option; [`sampling`][reference.sampling] has what concerns a single row of logits. The tests require that the package returns
-the oracle's tokens for the same logits, seed and position, except where two scores are so close that rounding decides.
+option. [`sampling`][reference.sampling] has the functions of a single row of logits. The tests require that the package
+returns the oracle's tokens for the same logits, seed and position, except where two scores are so close that rounding
+decides.
 
 The examples of a module need its names: in a clone of the repository, `from reference.block import *` imports the names
 of `block`.

@@ -1,24 +1,24 @@
-"""Adjustments: what a request adds to the target's logits before a token is drawn: bias, penalties, forbidden tokens.
+"""Adjustments: a request's changes of the target's logits before a token is drawn: bias, penalties, forbidden tokens.
 
-Five rules, in this order, each on what the rules before it have made of the logit l of a token:
+Five rules, in this order; each changes the logit l of a token as the previous rules have left it:
 
 1. bias b: l + b.
-2. repetition penalty r, of tokens of the prompt and of those emitted before: l / r if l > 0, else l r.
+2. repetition penalty r, of tokens of the prompt and of tokens emitted before: l / r if l > 0, else l r.
 3. frequency penalty f, of a token emitted n times before: l - f n.
 4. presence penalty g, of a token emitted before: l - g.
 5. a token that is not allowed: -inf.
 
-A row in the middle of a step belongs to the text with the drafts before that row. So these drafts count as emitted: token 1
-below, which the text has not, is the first draft of the step, and the row after it penalises it.
+A row in the middle of a step belongs to the text with the drafts before that row. So these drafts count as emitted: token
+1 below is not in the text, but it is the first draft of the step, and the row after it penalises it.
 
-Verification is exact for the adjusted rows, without any change. Proof: the proofs of all methods hold for any p that depends
-on the text and the drafts before its row alone. The rules depend on nothing else, if n counts these drafts; counting the
-draft that the row judges, or none, would make p depend on too much or too little. Drafts are judged by the q that they were
-drawn from, whatever the drafter knows of the rules.
+Verification is exact for the adjusted rows, without any change. Proof: the proofs of all methods hold for any p that
+depends only on the text and the drafts before its row. The rules depend on nothing else, if n counts exactly these
+drafts. If n also counted the draft that the row judges, or counted no drafts, p would not be the target's distribution at
+that row. Drafts are judged by the q that they were drawn from, even if the drafter does not know the rules.
 
 Sources: repetition penalty in Keskar et al., "CTRL: a conditional transformer language model for controllable generation"
-(2019), section 4.1, which divides negative logits too; that they are multiplied, and the other rules, is what OpenAI's API,
-transformers and vLLM have made common. The order is vLLM's.
+(2019), section 4.1, which divides negative logits too. OpenAI's API, transformers and vLLM have made common to multiply
+them, and the other rules. The order is vLLM's.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ import numpy as np
 
 
 class Adjustments(NamedTuple):
-    """What one request adds; the values that are given here add nothing."""
+    """The adjustments of one request; the default values change nothing."""
 
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
@@ -37,13 +37,13 @@ class Adjustments(NamedTuple):
     """[vocab] bool: the tokens of the prompt."""
 
     output_counts: np.ndarray | None = None
-    """[vocab] how often each token was emitted before the step."""
+    """[vocab] the number of times that each token was emitted before the step."""
 
     bias: dict[int, float] = {}  # noqa: RUF012 (a default that nobody changes)
-    """What is added to some tokens' logits."""
+    """The biases, by token id."""
 
     allowed: np.ndarray | None = None
-    """[num_draft_tokens + 1, vocab] bool: which tokens each row allows."""
+    """[num_draft_tokens + 1, vocab] bool: the tokens that each row allows."""
 
 
 def penalize(logits, counts, in_prompt, repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0):
@@ -67,10 +67,10 @@ def adjust(logits, drafts, adjustments: Adjustments, row: int = 0):
     """Return a row of logits, adjusted, in its dtype.
 
     Args:
-        logits: [vocab], the target's at this row.
+        logits: [vocab], the target's logits at this row.
         drafts: the drafts of the step before this row, which count as emitted.
         adjustments: of the request.
-        row: which row of the step this is.
+        row: the index of the row in the step.
 
     >>> adjust(np.array([1.0, 1.0, 1.0]), [1, 1], Adjustments(frequency_penalty=0.5, bias={2: -4.0})).tolist()
     [1.0, 0.0, -3.0]

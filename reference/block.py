@@ -1,8 +1,8 @@
 """Block verification: decide on the drafts together, not one by one.
 
-Token verification stops at the first draft that it rejects. It does not look at the drafts after that one, although
-they may be so much more likely under p than under q that the drafts up to them need not be rejected. Block verification
-looks at them: it follows a *running ratio*. Count drafts from 0: x_0 ... x_{K-1}. Let p and q be the distributions given the
+Token verification stops at the first draft that it rejects. It ignores the drafts after that one, although they may be so
+much more likely under p than under q that the drafts before them need not be rejected. Block verification uses all
+drafts: it computes a *running ratio*. Count drafts from 0: x_0 ... x_{K-1}. Let p and q be the distributions given the
 text and the drafts so far. Start with c_0 = 1, and after draft x_i let
 
     c_{i+1} = min(1, c_i p(x_i) / q(x_i)).
@@ -20,9 +20,9 @@ next token v is drafted from q, so tau >= i + 1 has the probability
 
     sum_v q(v) min(1, c_i p(v) / q(v)) = sum_v min(c_i p(v), q(v)) = c_i - A_i.
 
-Otherwise length i is tried, and accepted with probability h_i, as eta_i is independent of what failed before. So tau = i
-has the probability (1 - c_i + A_i) h_i = A_i, and tau >= i has c_i - A_i + A_i = c_i. (If 1 - c_i + A_i is 0, length i is
-never tried and A_i = 0.)
+Otherwise length i is tried, and accepted with probability h_i, since eta_i is independent of the earlier failures. So tau
+= i has the probability (1 - c_i + A_i) h_i = A_i, and tau >= i has c_i - A_i + A_i = c_i. (If 1 - c_i + A_i is 0, length
+i is never tried and A_i = 0.)
 
 Second, given the first i drafts, tau >= i and the next token is v with the probability
 

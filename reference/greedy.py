@@ -1,7 +1,7 @@
-"""Greedy verification: the target always emits its most likely token, so a draft is accepted if and only if it is that one.
+"""Greedy verification: the target emits its most likely token, so a draft is accepted if and only if it is that token.
 
 1. Accept drafts as long as each is the argmax of its row.
-2. At the first draft that is not, emit the argmax instead. If there is none, emit the argmax of the last row.
+2. At the first draft that is not, emit the argmax instead. If all drafts are accepted, emit the argmax of the last row.
 
 No random number is needed, and no draft probability. Softmax keeps the order of the logits, so no softmax is needed either.
 
@@ -39,11 +39,11 @@ def verify(target_logits, draft_token_ids) -> list[int]:
 
 
 def compare(target_token_ids, draft_token_ids) -> list[int]:
-    """Return the target's own tokens through the first that is not the draft in its place.
+    """Return the target's own tokens, through the first that differs from the draft at its position.
 
     Args:
-        target_token_ids: [num_draft_tokens + 1], the target's token at each row; those after the first difference are not
-            looked at.
+        target_token_ids: [num_draft_tokens + 1], the target's token at each row; tokens after the first difference are
+            not read.
         draft_token_ids: [num_draft_tokens].
 
     >>> compare([4, 2, 7], [4, 2]), compare([4, 2, 7], [4, 3])

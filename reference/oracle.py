@@ -1,14 +1,14 @@
-"""The oracle: every method on raw logits, with every option, the real noise, and how close each decision was.
+"""The oracle: every method on raw logits, with every option, the real noise, and the margin of each decision.
 
 The PyTorch and the Triton version are compared with it, token for token. It is put together from the other modules, which
 have the algorithms on probabilities and their proofs; read those first. [`sampling`][reference.sampling] turns a row of
-logits into a distribution, in logarithms, and draws from it. Here is the rest of what the algorithms leave out.
+logits into a distribution, in logarithms, and draws from it. This module adds the rest:
 
 - *Noise*: each random number belongs to a seed, a position and a use, see [`philox`][reference.philox].
 - *Logarithms*: u <= p(x) / q(x) is decided as log u <= log p(x) - log q(x).
 - *Temperature 0* is greedy in every method; only synthetic verification keeps its schedule.
-- *Adjustments*: each target row is adjusted first, see [`adjustments`][reference.adjustments]; in float32 if rows have no
-  more digits than that, as in the other versions, so that adjusted logits are the same numbers there.
+- *Adjustments*: each target row is adjusted first, see [`adjustments`][reference.adjustments]. This is done in float32
+  for rows of float32 or less, so that adjusted logits are the same numbers as in the other versions.
 - *Ragged drafts*: the first id that is not a token ends a request's drafts.
 - *Margins*: the margin of a step is the smallest margin of its decisions. An implementation whose score differences all
   have smaller errors must return the same tokens.
@@ -38,13 +38,13 @@ from reference.truncation import token_order
 
 
 class Outcome(NamedTuple):
-    """What one verification step returns for one request."""
+    """The result of one verification step for one request."""
 
     token_ids: list[int]
-    """Accepted drafts, then the one recovered or bonus token."""
+    """Accepted drafts, then one recovered or bonus token."""
 
     margin: float
-    """How far the closest decision of the step was from the opposite decision, in nats."""
+    """The distance of the closest decision of the step from the opposite decision, in nats."""
 
     invalid: bool = False
     """Whether a target row that decided a token had no finite logit and no `+inf`."""
@@ -72,7 +72,7 @@ def accepts(log_uniform: float, target_logprob: float, draft_logprob: float) -> 
 def accepts_block(log_uniform: float, log_ratio: float, next_row=None) -> Choice:
     """Decide whether to accept i drafts: log eta_i <= log h_i.
 
-    The margin is how far log c_i can move before the decision changes.
+    The margin is the change of log c_i that changes the decision.
 
     Args:
         log_uniform: log eta_i.
@@ -111,8 +111,8 @@ def log_critical_ratio(log_uniform: float, target_probs, draft_probs) -> float:
     return float(np.log(((u + (1 - u) * draft_sums) / (u + (1 - u) * target_sums)).min()))
 
 
-class Step:
-    """One request's step: its drafts, its rows by offset, its noise, and the smallest margin of what was decided so far."""
+class Request:
+    """One request of a step: its drafts, its rows by offset, its noise, and the smallest margin of its decisions so far."""
 
     def __init__(
         self, target_logits, draft_token_ids, draft_logits, sampling: Sampling, draft_sampling: Sampling, seed, position
@@ -125,7 +125,7 @@ class Step:
         self.margin = np.inf
 
     def decide(self, choice: Choice) -> int:
-        """Lower the step's margin to the decision's if that is smaller, and return the decision."""
+        """Return the decision, and lower the request's margin to its margin if that is smaller."""
         self.margin = min(self.margin, choice.margin)
         return choice.index
 
@@ -175,7 +175,7 @@ def leading_drafts(draft_token_ids, vocab_size: int) -> list[int]:
 
 
 def adjusted_rows(target_logits, drafts, adjustments: Adjustments) -> list:
-    """Return target rows, each adjusted for the text with the drafts before it.
+    """Return the target rows, each adjusted for the text and the drafts before it.
 
     >>> adjusted_rows(np.zeros((2, 2), np.float32), [1], Adjustments(presence_penalty=1.0))[1].tolist()
     [0.0, -1.0]
@@ -186,32 +186,35 @@ def adjusted_rows(target_logits, drafts, adjustments: Adjustments) -> list:
         return [adjust(row, drafts[:i], adjustments, i) for i, row in enumerate(rows)]
 
 
-def verify_greedy(step: Step) -> list[int]:
+def verify_greedy(request: Request) -> list[int]:
     """Return the tokens of greedy verification. Comparisons of logits do not round: the margin stays infinite."""
-    return greedy.verify(map(without_nan, step.target_logits), step.drafts)
+    return greedy.verify(map(without_nan, request.target_logits), request.drafts)
 
 
-def verify_strict(step: Step) -> list[int]:
+def verify_strict(request: Request) -> list[int]:
     """Return the tokens of strict verification."""
-    offsets = range(len(step.drafts) + 1)
-    return greedy.compare((step.draw(offset, step.target(offset)) for offset in offsets), step.drafts)
+    offsets = range(len(request.drafts) + 1)
+    return greedy.compare((request.draw(offset, request.target(offset)) for offset in offsets), request.drafts)
 
 
-def verify_probabilistic(step: Step) -> list[int]:
+def verify_probabilistic(request: Request) -> list[int]:
     """Return the tokens of probabilistic verification."""
-    for offset, token in enumerate(step.drafts):
-        target, draft = step.target(offset), step.draft(offset)
-        if not step.decide(accepts(step.log_uniform(offset), target[token], draft[token])):
-            return step.emit(offset, log(probabilistic.residual(np.exp(target), np.exp(draft))))
-    return step.emit(len(step.drafts), step.target(len(step.drafts)))
+    for offset, token in enumerate(request.drafts):
+        target, draft = request.target(offset), request.draft(offset)
+        if not request.decide(accepts(request.log_uniform(offset), target[token], draft[token])):
+            return request.emit(offset, log(probabilistic.residual(np.exp(target), np.exp(draft))))
+    return request.emit(len(request.drafts), request.target(len(request.drafts)))
 
 
-def verify_block(step: Step) -> list[int]:
+def verify_block(request: Request) -> list[int]:
     """Return the tokens of block verification."""
-    length = len(step.drafts)
-    rows, last_row = [(step.target(offset), step.draft(offset)) for offset in range(length)], step.target(length)
+    length = len(request.drafts)
+    rows, last_row = (
+        [(request.target(offset), request.draft(offset)) for offset in range(length)],
+        request.target(length),
+    )
     log_ratios = [0.0]
-    for token, (target, draft) in zip(step.drafts, rows):
+    for token, (target, draft) in zip(request.drafts, rows):
         if target[token] == -np.inf or draft[token] == -np.inf:
             break  # the running ratio is 0 from here on: neither this draft nor a later one can be accepted
         log_ratios.append(min(0.0, log_ratios[-1]) + target[token] - draft[token])
@@ -220,26 +223,26 @@ def verify_block(step: Step) -> list[int]:
     accepted = 0
     for i in range(len(log_ratios) - 1, 0, -1):
         next_row = probs[i] if i < length else None
-        if step.decide(accepts_block(step.log_uniform(i - 1, index=i - 1), log_ratios[i], next_row)):
+        if request.decide(accepts_block(request.log_uniform(i - 1, index=i - 1), log_ratios[i], next_row)):
             accepted = i
             break
     if accepted == length:
-        return step.emit(length, last_row)
+        return request.emit(length, last_row)
     ratio = np.exp(min(0.0, log_ratios[accepted]))
-    return step.emit(accepted, log(block.residual(ratio, *probs[accepted])))
+    return request.emit(accepted, log(block.residual(ratio, *probs[accepted])))
 
 
-def verify_synthetic(step: Step, conditional_rates) -> list[int]:
+def verify_synthetic(request: Request, conditional_rates) -> list[int]:
     """Return the tokens of synthetic verification."""
     offset = 0
-    while offset < len(step.drafts):
-        if not step.decide(accepts(step.log_uniform(offset), log(conditional_rates[offset]), 0.0)):
+    while offset < len(request.drafts):
+        if not request.decide(accepts(request.log_uniform(offset), log(conditional_rates[offset]), 0.0)):
             break
         offset += 1
-    target = step.target(offset)
-    if offset == len(step.drafts) or step.draft_logits is None or step.sampling.temperature == 0:
-        return step.emit(offset, target)
-    return step.emit(offset, log(probabilistic.residual(np.exp(target), np.exp(step.draft(offset)))))
+    target = request.target(offset)
+    if offset == len(request.drafts) or request.draft_logits is None or request.sampling.temperature == 0:
+        return request.emit(offset, target)
+    return request.emit(offset, log(probabilistic.residual(np.exp(target), np.exp(request.draft(offset)))))
 
 
 def verify(
@@ -273,7 +276,7 @@ def verify(
         seed: the request's seed.
         position: absolute position of the first draft token.
         conditional_rates: [num_draft_tokens] a_i, of synthetic verification.
-        adjustments: what the request adds to the target's rows; None: nothing.
+        adjustments: the request's changes of the target's rows; None: no changes.
 
     >>> target, draft = np.log([[0.9, 0.1], [0.5, 0.5]]), np.log([[0.5, 0.5]])
     >>> verify("probabilistic", target, [0], draft, seed=1).token_ids  # 0.9 / 0.5 > 1: always accepted
@@ -288,16 +291,18 @@ def verify(
     if adjustments is not None:
         drafts = leading_drafts(draft_token_ids, len(target_logits[0]))
         target_logits = adjusted_rows(target_logits, drafts, adjustments)
-    step = Step(target_logits, draft_token_ids, draft_logits, sampling, draft_sampling or sampling, seed, position)
+    request = Request(
+        target_logits, draft_token_ids, draft_logits, sampling, draft_sampling or sampling, seed, position
+    )
     if method == "synthetic":
-        token_ids = verify_synthetic(step, conditional_rates)
+        token_ids = verify_synthetic(request, conditional_rates)
     elif temperature == 0:
-        token_ids = verify_greedy(step)
+        token_ids = verify_greedy(request)
     else:
         verifiers = {"strict": verify_strict, "probabilistic": verify_probabilistic, "block": verify_block}
-        token_ids = verifiers[method](step)
+        token_ids = verifiers[method](request)
     invalid = any(is_invalid(row) for row in target_logits[: len(token_ids)])
-    return Outcome(token_ids, step.margin, invalid)
+    return Outcome(token_ids, request.margin, invalid)
 
 
 class TreeOutcome(NamedTuple):
@@ -310,10 +315,10 @@ class TreeOutcome(NamedTuple):
     """The accepted nodes."""
 
     num_draft_tokens: int
-    """The depth of the tree, padding left out, at most `max_depth`."""
+    """The depth of the tree without padding, at most `max_depth`."""
 
     margin: float
-    """How far the closest decision of the step was from the opposite decision, in nats."""
+    """The distance of the closest decision of the step from the opposite decision, in nats."""
 
     invalid: bool = False
     """Whether a target row that decided a token had no finite logit and no `+inf`."""
@@ -325,7 +330,7 @@ class TreeOutcome(NamedTuple):
 
 
 def without_invalid(token_ids, parents, vocab_size: int) -> list[int]:
-    """Return the parents, -1 for nodes whose id is no token: these nodes and their descendants are padding.
+    """Return the parents, with -1 for nodes whose id is not a token: these nodes and their descendants become padding.
 
     >>> without_invalid([7, 4, -1, 9], [-1, 0, 0, 2], vocab_size=5)
     [-1, 0, -1, -1]
@@ -334,7 +339,7 @@ def without_invalid(token_ids, parents, vocab_size: int) -> list[int]:
 
 
 def adjusted_path(target_logits, token_ids, nodes, adjustments: Adjustments) -> list:
-    """Return the rows of node 0 and of the nodes of a path, each adjusted for the text with the drafts before it.
+    """Return the rows of node 0 and of the nodes of a path, each adjusted for the text and the drafts before it.
 
     The mask has one row per node. Node 0 is part of the text, so its token is counted there already.
 
@@ -370,8 +375,8 @@ def verify_tree(
     Args:
         target_logits: [nodes, vocab] raw logits; row n is the row after node n.
         token_ids: [nodes] ids; the id of node 0 is ignored.
-        parents: [nodes], in any order. A node is padding if its parent is no node, its id is no token, or if its parents
-            do not lead to node 0.
+        parents: [nodes], in any order. A node is padding if its parent is not a node, its id is not a token, or its
+            ancestors do not include node 0.
         max_depth: the most drafts that may be accepted.
         temperature: 0 is greedy.
         top_k: see [`truncation`][reference.truncation].
@@ -379,7 +384,7 @@ def verify_tree(
         min_p: see `top_k`.
         seed: the request's seed.
         position: absolute position of the first token after node 0. A node at depth d has its token at position + d - 1.
-        adjustments: what the request adds to the target's rows; its mask has a row for each node. None: nothing.
+        adjustments: the request's changes of the target's rows; the mask has a row for each node. None: no changes.
 
     >>> target = np.log([[0.6, 0.4], [0.5, 0.5], [0.5, 0.5]])
     >>> plain = [select(target[node], seed=1, position=10 + depth).index for depth, node in enumerate([0, 2])]
@@ -394,17 +399,17 @@ def verify_tree(
     if adjustments is not None:
         for path in paths:
             rows[path[-1]] = adjusted_path(target_logits, token_ids, path[1:], adjustments)[-1]
-    step = Step(rows, [], None, sampling, sampling, seed, position)
+    request = Request(rows, [], None, sampling, sampling, seed, position)
 
     def sample(node: int, depth: int) -> int:
         if temperature == 0:
             return greedy.argmax(without_nan(rows[node]))
-        return step.draw(depth, step.target(node))
+        return request.draw(depth, request.target(node))
 
     nodes, emitted = tree.walk(sample, token_ids, parents, max_depth)
     depth = min(max_depth, len(paths[-1]) - 1)
     invalid = any(is_invalid(rows[node]) for node in (0, *nodes))
-    return TreeOutcome(emitted, nodes, depth, step.margin, invalid)
+    return TreeOutcome(emitted, nodes, depth, request.margin, invalid)
 
 
 class Siblings(NamedTuple):
@@ -414,7 +419,7 @@ class Siblings(NamedTuple):
     """[width] ids, the likeliest to be the target's own token first, then -1 if fewer tokens are possible."""
 
     margin: float
-    """How far the closest decision was from the opposite decision, in nats."""
+    """The distance of the closest decision from the opposite decision, in nats."""
 
 
 def draft_siblings(
@@ -430,8 +435,9 @@ def draft_siblings(
 ) -> Siblings:
     """Draw a node's children with the noise of the target's own token, see [`siblings`][reference.tree.siblings].
 
-    At temperature 0 they are the tokens with the largest logits. This is the limit of small temperatures: temperature times
-    lag tends to the largest logit less the token's. The first is the draft that the drafter draws alone.
+    At temperature 0 they are the tokens with the largest logits. This is the limit of small temperatures: temperature
+    times lag tends to the largest logit minus the token's. The first sibling is the token that a drafter of one token
+    draws.
 
     >>> row = np.log([0.1, 0.2, 0.3, 0.4])
     >>> draft_siblings(row, 3, seed=5).token_ids[0] == select(row, seed=5, position=0).index

@@ -1,8 +1,8 @@
 """Noise: Philox4x32-10, a counter-based generator, and the random numbers that are computed from it.
 
 A counter-based generator is a function, not a stream: it turns a *counter* of four 32-bit words into four random words,
-under a *key* of two. The number that belongs to a counter is always the same, in whatever order numbers are computed and
-on whatever machine. So there is no state to keep.
+under a *key* of two. The number of a counter is always the same, in any order of computation and on any machine. So there
+is no state to keep.
 
 One round, of the ten: with M0 and M1 the multipliers below, write hi and lo for the halves of a 64-bit product. Then
 
@@ -13,13 +13,13 @@ and a constant is added to each word of the key.
 
 Under one key, different counters never give the same four words. Proof: a round can be undone. M0 is odd, so it has an
 inverse modulo 2^32, and lo(M0 c0) says what c0 was. Then hi(M0 c0) is known, and the exclusive or with it and k1 gives c3.
-In the same way the other two words give c2 and c1. That the words of different counters look independent is no theorem:
-the authors' generator passes the tests of BigCrush with 7 rounds already, and 10 are used.
+In the same way the other two words give c2 and c1. There is no proof that the words of different counters look
+independent, but the generator passes the tests of BigCrush with 7 rounds already, and 10 are used.
 
-Here the key is a request's 64-bit seed, and the counter says what a number is for: (index, position low word, position
-high word, domain). The index is a block id or a token id; for the accept decisions of block verification it is the draft's
-offset in the step. The position is the absolute position of the token in its sequence. So a request's tokens cannot depend
-on its batch, its slot or its neighbours.
+Here the key is a request's 64-bit seed, and the counter identifies the use of a number: (index, position low word,
+position high word, domain). The index is a block id or a token id; for the accept decisions of block verification it is
+the draft's offset in the step. The position is the absolute position of the token in its sequence. So a request's tokens
+cannot depend on its batch, its slot or its neighbours.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), and its library
 Random123. Left out: streams, skipping ahead, other widths.
@@ -85,7 +85,7 @@ def words(value: int) -> tuple[int, int]:
 
 
 class Domain(IntEnum):
-    """What a random number is used for. Two uses that must be independent have two domains."""
+    """The use of a random number. Two uses that must be independent have two domains."""
 
     ACCEPT = 0
     """Accept or reject a draft."""
@@ -109,9 +109,9 @@ DRAFT = (Domain.DRAFT_BLOCK, Domain.DRAFT_TOKEN)
 def draft_domains(offset: int) -> tuple[int, int]:
     """Return the domains of the draft at an offset (counted from 0) in its step, for block verification.
 
-    It looks at all drafts of a step before it decides, and the next step drafts some of their positions again. With the same
-    numbers, its drafts would depend on what the first step rejected. So each step has new ones. The offset is the index of
-    the accept number for the same reason.
+    Block verification decides from all drafts of a step, and the next step drafts some of their positions again. With the
+    same numbers, its drafts would depend on the rejections of the first step. So each step has new numbers. For the same
+    reason the offset is the index of the accept number.
 
     >>> draft_domains(0) == DRAFT, draft_domains(2)
     (True, (515, 516))
@@ -121,7 +121,7 @@ def draft_domains(offset: int) -> tuple[int, int]:
 
 
 def uniform(seed: int, position: int, index, domain: Domain):
-    """Return the uniform number u in (0, 1) that belongs to (seed, position, index, domain).
+    """Return the uniform number u in (0, 1) of (seed, position, index, domain).
 
     u = high / 2^32 + low / 2^64 in float32, with each term and then their sum rounded to nearest. This gives 24
     significant bits down to about 2^-40, and multiples of 2^-64 below. Such small numbers are needed: without them a
@@ -138,9 +138,9 @@ def uniform(seed: int, position: int, index, domain: Domain):
 
 
 def gumbel(seed: int, position: int, index, domain: Domain):
-    """Return the standard Gumbel number -log(-log(1 - u)) that belongs to (seed, position, index, domain).
+    """Return the standard Gumbel number -log(-log(1 - u)) of (seed, position, index, domain).
 
     1 - u is as uniform as u. With 1 - u the small values of u, which have the highest resolution, become the large Gumbel
-    numbers, which are the ones that win the maximum.
+    numbers, which decide the maximum.
     """
     return -np.log(-np.log1p(-uniform(seed, position, index, domain)))

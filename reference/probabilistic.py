@@ -17,7 +17,7 @@ The proof multiplies the probabilities of the draft, of the accept decision and 
 numbers must be independent.
 
 A deterministic drafter (n-gram look-up, greedy) is the point mass q(x) = 1. Then x is accepted with probability p(x), and
-the residual is p without x, normalised. If the draft model lacks some of the target's tokens, q(v) = 0 for these, and
+the residual is p without x, normalised. If the draft model lacks some of the target's tokens, q(v) = 0 for them, and
 nothing else changes.
 
 Sources: Leviathan, Kalman, Matias (2023), algorithm 1; Chen et al., "Accelerating large language model decoding with

@@ -1,15 +1,16 @@
-"""Sampling: from a row of logits to the distribution that it stands for, and to a token.
+"""Sampling: from a row of logits to its distribution, and to a token.
 
-The other modules speak of distributions p and q. A model gives logits instead, and a request says how to sample from them.
+The other modules use distributions p and q. A model returns logits instead, and a request has sampling parameters.
 
 - *Temperature*: p is the softmax of logits / T. At T = 0 it is the point mass on the argmax.
-- *Rows that are no distributions*: NaN counts as -inf. A row whose largest logit is not finite is the point mass on the
+- *Rows without a distribution*: NaN counts as -inf. A row whose largest logit is not finite is the point mass on the
   first of its largest logits: on the first +inf, or on token 0 if every logit is -inf.
-- *Truncation*: by the rules of [`truncation`][reference.truncation]. A logit that is left out becomes -inf, and softmax then
-  gives the truncated distribution.
+- *Truncation*: by the rules of [`truncation`][reference.truncation]. The logits of excluded tokens become -inf, and
+  softmax then gives the truncated distribution.
 - *Logarithms*: probabilities are kept as logarithms, because p(x) and q(x) can round to 0 where their ratio is still an
   ordinary number.
-- *Margins*: every decision comes with how far it was from the opposite one, in nats (units of the natural logarithm).
+- *Margins*: every decision has a margin, its distance from the opposite decision in nats (units of the natural
+  logarithm).
 """
 
 from typing import NamedTuple
@@ -24,13 +25,13 @@ from reference.truncation import token_order
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn from a row of logits."""
+    """The sampling parameters of a row of logits."""
 
     temperature: float = 1.0
-    """0 is greedy; then nothing else matters."""
+    """0 is greedy; the other parameters are then unused."""
 
     top_k: int | None = None
-    """None, 0 or the vocabulary size and more: all tokens."""
+    """None, 0, or at least the vocabulary size: all tokens."""
 
     top_p: float = 1.0
     min_p: float = 0.0
@@ -43,7 +44,7 @@ class Choice(NamedTuple):
     """The selected token; the number of tokens kept; for an accept decision 1 (accept) or 0 (reject)."""
 
     margin: float
-    """How far the decision was from the next best one, in nats."""
+    """The distance of the decision from the next best one, in nats."""
 
 
 def without_nan(logits):
@@ -118,7 +119,7 @@ def num_kept(logprobs, sampling: Sampling) -> Choice:
 
 
 def truncate(logits, sampling: Sampling):
-    """Return the logits with -inf where a token is left out, and the margin of that decision.
+    """Return the logits, with -inf for excluded tokens, and the margin of that decision.
 
     >>> truncate(np.log([0.1, 0.4, 0.2, 0.3]), Sampling(top_p=0.65))[0].round(3).tolist()
     [-inf, -0.916, -inf, -1.204]
@@ -135,7 +136,7 @@ def truncate(logits, sampling: Sampling):
 
 
 def cutoff(logits, sampling: Sampling) -> int:
-    """Return the last token kept.
+    """Return the last kept token.
 
     >>> cutoff(np.log([0.1, 0.4, 0.2, 0.3]), Sampling(top_k=3))
     2
@@ -145,9 +146,9 @@ def cutoff(logits, sampling: Sampling) -> int:
 
 
 def spread(draft_logits, draft_vocab_ids, vocab_size: int):
-    """Return a draft row over the target's tokens, where the draft model has tokens of its own: -inf where it has none.
+    """Return a row over the draft's own vocabulary as a row over the target's tokens; -inf for tokens that the draft lacks.
 
-    Draft id i is the target's token draft_vocab_ids[i]. A row that is truncated is truncated before.
+    Draft id i is the target's token draft_vocab_ids[i]. Truncate the row before.
 
     >>> spread([0.5, 1.5], draft_vocab_ids=[3, 1], vocab_size=4).tolist()
     [-inf, 1.5, -inf, 0.5]
@@ -169,7 +170,7 @@ def lead(scores) -> float:
 
 
 class TokenGumbels:
-    """The Gumbel numbers of tokens, computed where they are looked at: in one block of the vocabulary."""
+    """The Gumbel numbers of tokens, computed on access, which is in one block of the vocabulary."""
 
     def __init__(self, seed: int, position: int, domain: int) -> None:
         self.seed, self.position, self.domain = seed, position, domain
@@ -186,7 +187,7 @@ def select(log_weights, seed: int, position: int, domains=SELECT, block_size: in
         log_weights: [vocab] log w, -inf for weight 0; at least one is finite. They need not be normalised.
         seed: the request's seed.
         position: the absolute position of the token to be drawn.
-        domains: the domains of the noise that selects the block, and of the noise that selects the token.
+        domains: the noise domains for selecting the block and for selecting the token.
         block_size: tokens per block; the package uses `BLOCK_SIZE`.
 
     >>> draws = [select(np.log([0.2, 0.3, 0.5]), seed, 0, block_size=2).index for seed in range(2000)]
@@ -214,7 +215,7 @@ def sample(logits, *, temperature: float = 1.0, seed: int = 0, position: int = 0
 
 
 def processed_logprobs(target_logits, token_ids, sampling: Sampling):
-    """Return log p'(y) of each emitted token y, p' being what the target samples from at its row: scaled, truncated.
+    """Return log p'(y) of each emitted token y, where p' is the target's scaled and truncated distribution.
 
     Every exact method emits y with this very probability, whether y was accepted, recovered or a bonus token. So the
     residual, from which a recovered token is drawn after a rejection, does not appear: it is the distribution of y given the
@@ -237,7 +238,7 @@ def processed_logprobs(target_logits, token_ids, sampling: Sampling):
 
 
 def raw_logprobs(target_logits, token_ids):
-    """Return log p(y) of each emitted token y, where p = softmax(logits): what the model says, however it is sampled.
+    """Return log p(y) of each emitted token y, where p = softmax(logits) for any sampling parameters.
 
     >>> np.exp(raw_logprobs(np.log([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]), [1, 2])).round(6).tolist()
     [0.3, 0.8]
@@ -246,15 +247,15 @@ def raw_logprobs(target_logits, token_ids):
 
 
 def top_logprobs(logits, count: int, sampling: Sampling) -> list[tuple[int, float]]:
-    """Return the likeliest tokens of a row that the target samples from, the likeliest first, each with its log p'.
+    """Return the likeliest tokens of a row, in descending order, each with its log p'.
 
-    Of equal logits the lowest id comes first. Where fewer tokens are kept than are asked for, (-1, -inf) follows. At
-    temperature 0 there is one: the argmax, which has log p' = 0.
+    Of equal logits the lowest id comes first. If fewer than `count` tokens are kept, the rest is (-1, -inf). At
+    temperature 0 there is one token: the argmax, with log p' = 0.
 
     Args:
         logits: [vocab] raw logits.
         count: how many tokens.
-        sampling: how the target samples; `Sampling()` for what the model says, at temperature 1, untruncated.
+        sampling: how the target samples; `Sampling()` for the model's own distribution, at temperature 1, untruncated.
 
     >>> row = np.log([0.2, 0.3, 0.3, 0.2])
     >>> [(token, round(float(np.exp(logprob)), 6)) for token, logprob in top_logprobs(row, 3, Sampling(top_p=0.5))]

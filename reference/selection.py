@@ -20,7 +20,7 @@ The weights need not be normalised. But every token of the vocabulary, 150,000 o
 P(v) = (W_b / W) * (w(v) / W_b) = w(v) / W, by the chain rule of probability.
 
 Source: Gumbel-max in Maddison, Tarlow, Minka, "A* sampling" (2014). Ties, which have probability 0, go to the
-lowest index. Left out: where the random numbers come from, which [`philox`][reference.philox] has.
+lowest index. Left out: the random numbers, see [`philox`][reference.philox].
 """
 
 import numpy as np

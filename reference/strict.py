@@ -1,8 +1,8 @@
 """Strict verification: a draft is accepted iff it is the token that the target itself draws at that position.
 
 1. At each row draw the target's own token y, with noise that depends on the position alone.
-2. Accept drafts as long as each is the y of its row. At the first that is not, emit y instead. After all drafts emit the y
-   of the last row.
+2. Accept drafts as long as each equals the y of its row. At the first draft that does not, emit y instead. After all
+   drafts emit the y of the last row.
 
 So the output equals plain sampling with the same noise, token for token, whatever the drafter does. The proof in
 [`greedy`][reference.greedy] applies, with y in place of the argmax. Plain sampling is exact, so strict verification is, too.
@@ -11,13 +11,14 @@ How often does it accept? If the drafts are drawn independently of y, P(x = y) =
 drafter may draw x from q with the same Gumbel noise as the target draws y from p. Where p and q are close, the same token
 then has the largest score in both: this is the *Gumbel coupling*. Verification does not need q for it.
 
-Let TV be the total variation between p and q. However x is drawn from q and y from p, P(x = y = j) is at most
+Let TV be the total variation between p and q. For every joint distribution of x ~ q and y ~ p, P(x = y = j) is at most
 min(p(j), q(j)), so P(x = y) is at most sum_j min(p(j), q(j)) = 1 - TV. With one Gumbel-max over all tokens the coupling
-reaches at least (1 - TV) / (1 + TV). Proof: by `match_probabilities`, P(x = y = j) = 1 / sum_i max(p(i) / p(j),
-q(i) / q(j)). Each term is at most max(p(i), q(i)) / min(p(j), q(j)), and sum_i max(p(i), q(i)) = 1 + TV. So
-P(x = y = j) >= min(p(j), q(j)) / (1 + TV). Sum over j.
+reaches at least (1 - TV) / (1 + TV). Proof: by `match_probabilities`, P(x = y = j) = 1 / sum_i max(p(i) / p(j), q(i) /
+q(j)). Each term is at most max(p(i), q(i)) / min(p(j), q(j)), and sum_i max(p(i), q(i)) = 1 + TV. So P(x = y = j) >=
+min(p(j), q(j)) / (1 + TV). Sum over j.
 
-With [two levels][reference.selection], a block and then a token in it, each level has that bound, their product may not.
+With [two levels][reference.selection], a block and then a token in it, each level has this bound, but their product may
+not.
 
 Source: Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant speculative decoding" (2024), the
 protocol of Gumbel sampling.
@@ -28,7 +29,7 @@ from reference.selection import gumbel_max
 
 
 def verify(target_logprobs, draft_token_ids, gumbels) -> list[int]:
-    """Return the emitted tokens: the target's own, through the first that is not the draft in its place.
+    """Return the emitted tokens: the target's own, through the first that differs from the draft at its position.
 
     Args:
         target_logprobs: [num_draft_tokens + 1, vocab] log p of each row.

@@ -1,4 +1,4 @@
-"""Synthetic acceptance: accept drafts at chosen rates, whatever the models compute.
+"""Synthetic acceptance: accept drafts at chosen rates, regardless of the models.
 
 Load tests need a serving system that behaves as if its drafter had a given acceptance rate. So each draft is accepted
 or rejected by a schedule, not by the models. A draft can be accepted only if all drafts before it were accepted. So
@@ -13,14 +13,15 @@ length, emitted tokens per step, is 1 plus their sum.
 
 The token after the accepted drafts is drawn as the imitated method would: a recovered token from the residual of
 [`probabilistic`][reference.probabilistic] verification, or, if it imitates [`strict`][reference.strict] verification, the
-target's own token. So a step computes and reads what the imitated one would. Its output is not distributed as the target:
-the method is for measuring speed, not for producing text.
+target's own token. So a step reads and computes the same as a step of the imitated method. Its output is not distributed
+as the target: the method is for measuring speed, not for producing text.
 
 `solve` finds rates a, a d, a d^2, ... whose joint rates a^(i+1) d^(i(i+1)/2) have a given mean, with a wanted decay d if
-that can reach the mean, or else with the smallest one that can. There is exactly one solution. Proof: the mean M(a, d) rises
-strictly with a, as J_0 = a does and no other term falls. So for a decay d with M(1, d) at or above the given mean, exactly
-one a gives it, by continuity. For K > 1 the largest mean M(1, d) rises strictly with d, up to M(1, 1) = 1. So if the wanted
-decay cannot reach the given mean, the smallest that can has M(1, d) equal to it, and with that decay a = 1.
+that can reach the mean, and otherwise with the smallest decay that can. There is exactly one solution. Proof: the mean
+M(a, d) rises strictly with a, as J_0 = a does and no other term falls. So for a decay d with M(1, d) at or above the
+given mean, exactly one a gives it, by continuity. For K > 1 the largest mean M(1, d) rises strictly with d, up to M(1, 1)
+= 1. So if the wanted decay cannot reach the given mean, the smallest that can has M(1, d) equal to it, and with that
+decay a = 1.
 
 Sources: vLLM pull request 38045 for the base rate and decay; llama.cpp for the constant rate (decay 1); vLLM's
 acceptance-length option for `minimum_variance`.
@@ -114,7 +115,7 @@ def solve(rate, num_draft_tokens, min_decay=0.85):
     3. If not, the base rate is 1, its maximum. Solve for the decay, between `min_decay` and 1.
     4. If every draft is to be accepted, there is nothing to solve: both are 1.
 
-    For K = 1 the mean is a, whatever the decay:
+    For K = 1 the mean is a for every decay:
 
     >>> [round(x, 9) for x in solve(0.3, 1)]
     [0.3, 0.85]
@@ -154,7 +155,7 @@ def bisect(increasing, goal, low):
             low = middle
         else:
             high = middle
-    # The solution may be an end of the interval, and the middle never reaches an end: compare the two that are left.
+    # The solution may be an end of the interval, which the middle never reaches: compare both ends.
     return min((low, high), key=lambda x: abs(increasing(x) - goal))
 
 

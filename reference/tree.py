@@ -3,15 +3,15 @@
 Node 0 is the last token of the text. Every other node is a draft: node n has the token `token_ids[n]` and comes after node
 `parents[n]`. The nodes may have any order. The path of a node is the drafts from below node 0 to the node itself. Row n of
 the target is p given the text and the path of node n, so the drafts that continue node n, its *children*, are judged by row
-n. Nodes that do not lead back to node 0 are padding. Every rule below returns the accepted nodes, a path from below node 0,
-and what comes after them.
+n. Nodes that do not lead back to node 0 are padding. Every rule below returns the accepted nodes, which form a path from
+below node 0, and the token after them or its distribution.
 
 *Walk.* Draw the target's own token y at node 0, go to the child that is y, and so on. Where no child is y, emit y and stop.
 
-The walk is exact for every tree, however it was drawn, cut or ordered, even if it depends on the numbers that draw y.
-Proof, as in [`greedy`][reference.greedy]: the row of a node on the walk was computed after the tokens that plain sampling
-would have emitted, and the token drawn from it, with the noise of that position, is the next of them. The drafts decide only
-where the step ends. So the text equals plain sampling, token for token, and q is not needed.
+The walk is exact for every tree, however it was drawn, cut or ordered, even if it depends on the random numbers that draw
+y. Proof, as in [`greedy`][reference.greedy]: the row of a node on the walk was computed after the tokens that plain
+sampling would have emitted, and the token drawn from it, with the noise of that position, is the next of them. The drafts
+decide only where the step ends. So the text equals plain sampling, token for token, and q is not needed.
 
 *No rule that is exact for a fixed tree accepts more of its drafts on average.* Let siblings be distinct. A rule that accepts
 the path of node n emits that path, and an exact rule emits it with probability p(path). So node n is accepted with at most
@@ -28,10 +28,10 @@ replace p by the residual of p - q. The proof of [`probabilistic`][reference.pro
 residual: with the next sibling as its draft, the residual is emitted exactly. If siblings are drawn *without replacement*,
 the next one was drawn from q without the tried tokens, and is judged by this distribution.
 
-*Traversal* is [`block`][reference.block] verification of a tree: it looks at a subtree before it gives up a node. A node
-has a state (r, p): its subtree is to be accepted with probability r, so that token v follows the node with probability
-r p(v). Node 0 has r = 1. Each child in turn gets the ratio min(1, r p(x) / q(x)). If its subtree fails, let
-A = sum max(0, r p - q), and replace p by max(0, r p - q) / A and r by A / (A + 1 - r). After the last child the node is
+*Traversal* is [`block`][reference.block] verification of a tree: it tries the subtree of a node before it rejects the
+node. A node has a state (r, p): its subtree is to be accepted with probability r, so that token v follows the node with
+probability r p(v). Node 0 has r = 1. Each child in turn gets the ratio min(1, r p(x) / q(x)). If its subtree fails, let A
+= sum max(0, r p - q), and replace p by max(0, r p - q) / A and r by A / (A + 1 - r). After the last child the node is
 accepted itself with probability r.
 
 Proof, by induction over the nodes of a subtree. A node without children is accepted with r, and its token comes from p.
@@ -60,7 +60,7 @@ from reference.selection import BLOCK_SIZE, log_block_sums
 
 
 def children(parents, node: int) -> list[int]:
-    """Return the children of a node, the lowest first. Node 0 is no child, whatever its entry says.
+    """Return the children of a node in ascending order. Node 0 is never a child; its entry in `parents` is ignored.
 
     Node 3 is its own parent, and node 4 has none: both are padding.
 
@@ -84,7 +84,7 @@ def paths(parents) -> list[list[int]]:
 
 
 def walk(sample, token_ids, parents, max_depth: int | None = None) -> tuple[list[int], list[int]]:
-    """Return the accepted nodes, and the emitted tokens: theirs and one more.
+    """Return the accepted nodes, and the emitted tokens: the tokens of these nodes and one more.
 
     Args:
         sample: a function of a node and its depth, the length of its path: the target's own token after that node. The noise
@@ -153,7 +153,8 @@ def rejection(target_probs, draft_probs, token_ids, parents, uniforms, replaceme
         token_ids: [nodes] ids.
         parents: [nodes]; siblings are in the order in which they were drawn.
         uniforms: [nodes] independent random numbers, uniform on (0, 1).
-        replacement: whether siblings were drawn independently; else each from q without its lower siblings.
+        replacement: whether siblings were drawn independently; if not, each was drawn from q without the siblings before
+            it.
 
     Sibling 2 has p / q = 1/3 and fails. The residual is (3/4, 1/4, 0). Sibling 0 then has 0.75 / 0.2 > 1 by q, and
     0.75 / 0.5 > 1 by q without token 2: accepted either way. Another sibling 2 has 0 / 0.6 and fails. Then the residual of
@@ -222,11 +223,11 @@ def traversal(target_probs, draft_probs, token_ids, parents, uniforms, replaceme
 
 
 def siblings(log_weights, block_gumbels, token_gumbels, width: int, block_size: int = BLOCK_SIZE) -> list[int]:
-    """Return the first tokens of a race on two levels, those with the smallest `lags`; fewer if fewer have a weight.
+    """Return the `width` tokens with the smallest `lags` of a race on two levels; fewer if fewer have a weight.
 
-    With one block, a lag is the logarithm of E(v) / w(v) over its smallest value: this is the order of the exponential race,
-    so a sample without replacement. With more blocks it is not, but the first token is the token of
-    [`select`][reference.selection.select].
+    With one block, a lag is the logarithm of E(v) / w(v) divided by its smallest value. So the tokens come in the order
+    of the exponential race: they are a sample without replacement. With more blocks they are not, but the first token is
+    the token of [`select`][reference.selection.select].
 
     >>> weights, G, G_tokens = np.log([1.0, 2.0, 3.0, 4.0]), np.array([1.2, 0.1]), np.array([0.9, 0.1, 0.5, 0.5])
     >>> siblings(weights, G, G_tokens, width=3, block_size=2)  # see the lags of `lags`
@@ -238,10 +239,10 @@ def siblings(log_weights, block_gumbels, token_gumbels, width: int, block_size: 
 
 
 def lags(log_weights, block_gumbels, token_gumbels, width: int, block_size: int = BLOCK_SIZE):
-    """Return the lag of each token, [vocab]: its block's score below the best, plus its own below the best of its block.
+    """Return the lag of each token, [vocab]: (best block score - its block's score) + (best score in its block - its own).
 
-    The selected token has lag 0. The first k tokens are in the k best blocks, because the best token of a block has the lag
-    of its block alone. So the tokens of other blocks have infinity.
+    The selected token has lag 0. The first k tokens are in the k best blocks, because the best token of a block has the
+    lag of its block. So the tokens of other blocks get infinity.
 
     The blocks have the scores log 3 + 1.2 = 2.30 and log 7 + 0.1 = 2.05, so block 1 is 0.25 behind. In block 0 the tokens
     have 0.9 and log 2 + 0.1 = 0.79; in block 1 log 3 + 0.5 = 1.60 and log 4 + 0.5 = 1.89.

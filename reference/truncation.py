@@ -1,16 +1,17 @@
-"""Truncation: top-k, top-p and min-p leave out the unlikely tokens of a row before a token is drawn.
+"""Truncation: top-k, top-p and min-p exclude the unlikely tokens of a row before a token is drawn.
 
-Sort the tokens: the most likely first, and of equally likely ones the lowest id first. Three rules, each applied to what
-the rules before it have kept:
+Sort the tokens: the most likely first, and of equally likely tokens the lowest id first. Three rules, each applied to the
+tokens that the rules before it have kept:
 
 1. min_p: keep v iff p(v) >= min_p max p.
 2. top_k: keep the first k.
 3. top_p: keep v iff the mass (sum of probabilities) before it is less than top_p times the whole mass. So the token that
    reaches top_p is kept, and the mass kept is at least that share.
 
-At least one token is kept. p', the truncated distribution, is p over what is kept, normalised.
+At least one token is kept. p', the truncated distribution, is p over the kept tokens, normalised.
 
-Each rule keeps the first tokens of the order. So one token says what is kept of a row, the *cutoff*: the last one kept.
+Each rule keeps the first tokens of the order. So one token defines the kept set of a row: the *cutoff*, the last kept
+token.
 
 Verification is exact for p', without any change. Proof: the proofs of all methods hold for any p that depends on the text
 and the drafts before its row alone, and for any q that the drafts were drawn from. p' is a function of p, so it depends on
@@ -28,7 +29,7 @@ import numpy as np
 def truncate(probs, top_k: int | None = None, top_p=1, min_p=0):
     """Return p', the distribution over the kept tokens.
 
-    Of (0.1, 0.4, 0.2, 0.3) min_p = 0.3 leaves out what is below 0.3 * 0.4 = 0.12: token 0. The mass of the others is 0.9,
+    Of (0.1, 0.4, 0.2, 0.3) min_p = 0.3 excludes tokens below 0.3 * 0.4 = 0.12: token 0. The mass of the others is 0.9,
     and top_p = 0.75 needs 0.75 * 0.9 = 0.675. Tokens 1 and 3 have 0.7: enough.
 
     >>> truncate(np.array([0.1, 0.4, 0.2, 0.3]), top_k=3, top_p=0.75, min_p=0.3).round(3).tolist()
@@ -68,7 +69,7 @@ def num_kept(probs, top_k: int | None = None, top_p=1, min_p=0) -> int:
 
 
 def cutoff(probs, top_k: int | None = None, top_p=1, min_p=0) -> int:
-    """Return the last token kept.
+    """Return the last kept token.
 
     >>> cutoff(np.array([0.1, 0.4, 0.2, 0.3]), top_k=3)
     2

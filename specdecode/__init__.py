@@ -1,4 +1,4 @@
-"""Verification for speculative decoding: which drafts are accepted, and which token comes next.
+"""Verification for speculative decoding: accept or reject drafts, and draw the next token.
 
 The public names are imported at first use, so that `specdecode --help` does not wait for PyTorch.
 """
@@ -52,7 +52,7 @@ def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value  # so that this function is called once for each name
+    globals()[name] = value  # cached: this function is called once for each name
     return value
 
 

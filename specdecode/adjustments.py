@@ -12,18 +12,19 @@ WORD = 32
 
 
 class Adjustments(NamedTuple):
-    """What each request adds to the logits of the target's rows, before the temperature, in this order.
+    """Changes of the logits of the target's rows, by request, before the temperature, in this order.
 
     1. Bias: l + b.
-    2. Repetition penalty r, of tokens of the prompt and of those emitted before: l / r if l > 0, else l r.
-    3. Frequency penalty f and presence penalty g: l - f n - g [n > 0], where n is how often the token was emitted.
+    2. Repetition penalty r, of tokens of the prompt and of tokens emitted before: l / r if l > 0, else l r.
+    3. Frequency penalty f and presence penalty g: l - f n - g [n > 0], where n is the number of times the token was
+       emitted.
     4. Tokens that are not allowed: -inf.
 
-    What was emitted before row i of a step includes its drafts 0 to i - 1. The logits stay as they are in memory: each is
-    adjusted in float32 (float64 logits in the eager backend in float64) where it is read.
+    The tokens emitted before row i of a step include its drafts 0 to i - 1. The logits in memory do not change: each is
+    adjusted in float32 (float64 logits in the eager backend in float64) when it is read.
 
-    In a packed call what is [batch, ...] here is by slot, [num_slots, ...], and `allowed_mask` by row, [num_rows, ...]. With
-    a shard, masks and counts cover the whole vocabulary, the same on every rank.
+    In a packed call, tensors that are [batch, ...] here are by slot, [num_slots, ...], and `allowed_mask` is by row,
+    [num_rows, ...]. With a shard, masks and counts cover the whole vocabulary, the same on every rank.
 
     Example:
         >>> import torch
@@ -34,7 +35,7 @@ class Adjustments(NamedTuple):
         >>> RejectionSampler("strict")(target_logits, drafts, temperature=0.0, adjustments=penalties).token_ids
         tensor([[ 0,  1, -1]])
 
-        After the first 0 it has a logit of 2 - 0.7: the draft 0 is rejected.
+        After the first 0, token 0 has a logit of 2 - 0.7: the second draft 0 is rejected.
     """
 
     repetition_penalty: Tensor | float | None = None
@@ -44,19 +45,19 @@ class Adjustments(NamedTuple):
     """One number or a [batch] float tensor; None or 0: none."""
 
     presence_penalty: Tensor | float | None = None
-    """Likewise."""
+    """One number or a [batch] float tensor; None or 0: none."""
 
     prompt_mask: Tensor | None = None
     """[batch, ceil(vocab / 32)] int32: bit v % 32 of word v // 32 says whether v is in the prompt. None: no prompt."""
 
     output_counts: Tensor | None = None
-    """[batch, vocab] int32: how often each token was emitted before this step. None: nothing was."""
+    """[batch, vocab] int32: the number of times each token was emitted before this step. None: 0."""
 
     bias_ids: Tensor | None = None
     """[batch, n] int32 or int64: the tokens that have a bias, -1 where there is none. The biases of equal ids add up."""
 
     bias: Tensor | None = None
-    """[batch, n] float: what is added; -inf forbids a token."""
+    """[batch, n] float: the biases; -inf forbids a token."""
 
     allowed_mask: Tensor | None = None
     """[batch, num_draft_tokens + 1, ceil(vocab / 32)] int32, of `sample` also [batch, ceil(vocab / 32)]. None: all tokens.

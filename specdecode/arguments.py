@@ -1,7 +1,7 @@
-"""The arguments of calls: each is described once, in `ARGUMENTS`, and checked by that description.
+"""The arguments of calls: each is described once, in `ARGUMENTS`, and checked against its description.
 
-`check_verification` and `check_rows` build the bundles of `specdecode.batch`. Values of tensors are checked only on the CPU:
-on a device that would mean waiting for it, and backends make bad values harmless there.
+`check_verification` and `check_rows` build the bundles of `specdecode.batch`. Values of tensors are checked only on the
+CPU: on a device a check would have to wait, so backends make bad values harmless there.
 """
 
 import math
@@ -49,9 +49,9 @@ class Argument(NamedTuple):
     is_valid: Callable[[Any, "Sizes"], Any] | None = None
     """Returns, elementwise, whether values are valid: of a tensor, or of one number for all requests."""
     neutral: int | None = None
-    """The number that changes nothing, like None."""
+    """The neutral number, equivalent to None."""
     needs: str | None = None
-    """The argument that must be given beside it."""
+    """The argument that it requires."""
 
 
 def in_float32(value: Any) -> Any:
@@ -122,7 +122,7 @@ ARGUMENTS = {
     "bias": Argument(FLOATS, ("slot", "bias"), "numbers", needs="bias_ids"),
     "allowed_mask": Argument((torch.int32,), ("request", "row", "word")),
 }
-"""Every tensor that a call may be given; `draft_sampling` and `adjustments` are bundles of some of these."""
+"""The tensors that calls take; `draft_sampling` and `adjustments` are bundles of some of them."""
 
 
 class TreeOptions(TypedDict, total=False):
@@ -209,8 +209,8 @@ def check_verification(
 ) -> VerificationBatch:
     """Build a batch from a caller's arguments; with `row_starts` the call is packed.
 
-    With `vocab_size`, the size of the whole vocabulary, target logits are a shard of it; draft logits are the same shard, or
-    whole rows. `num_slots` is the size of tensors by slot; None: the size of the first such tensor.
+    With `vocab_size`, the size of the whole vocabulary, target logits are a shard of the vocabulary; draft logits are the
+    same shard, or whole rows. `num_slots` is the size of tensors by slot; None: the size of the first such tensor.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -382,7 +382,7 @@ def check_tree(
     )
 
 
-# What a call has in all: its sizes
+# The sizes of a call
 
 
 def check_padded(
@@ -465,7 +465,7 @@ def check_packed(
     slots, row_positions = check_argument("slots", slots, sizes), check_argument("row_positions", row_positions, sizes)
     name, sizes["slot"] = count_slots(by_slot, batch, slots) if num_slots is None else (None, num_slots)
     if name is None:
-        slots = None  # not looked at
+        slots = None  # ignored
     if on_host(row_starts):
         check_row_starts(row_starts, most)
         check_judged(draft_token_ids, row_starts, vocab)
@@ -479,7 +479,7 @@ def check_packed(
 
 
 def fields_by_slot(name: str, bundle: Sampling | Adjustments | None) -> dict[str, object]:
-    """Return the fields of a bundle that are by slot in a packed call, each under its full name."""
+    """Return the fields of a bundle that are by slot in a packed call, by full name."""
     fields = {} if bundle is None else bundle._asdict()
     return {f"{name}.{field}": value for field, value in fields.items() if "slot" in ARGUMENTS[field].dimensions}
 
@@ -509,12 +509,12 @@ def check_row_starts(row_starts: Tensor, most: int) -> None:
 
 
 def check_judged(draft_token_ids: Tensor, row_starts: Tensor, vocab: int) -> None:
-    """Raise on an id outside the vocabulary that a row judges: none after a -1, and none in a request's last row."""
+    """Raise on an id outside the vocabulary that a row judges; ids after a -1 and in a request's last row are ignored."""
     counts = row_starts.diff()
     requests = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
     first = int(row_starts[0])
     rows = torch.arange(len(requests), device=counts.device) + first
-    draft_token_ids = torch.nn.functional.pad(draft_token_ids, (0, 1))  # the last row may have none
+    draft_token_ids = torch.nn.functional.pad(draft_token_ids, (0, 1))  # the last row may have no entry
     num_ended = (draft_token_ids[rows] == -1).cumsum(0)
     num_before = torch.nn.functional.pad(num_ended, (1, 0))[(row_starts[requests] - first).long()]
     is_judged = (rows + 1 < row_starts[requests + 1]) & (num_ended == num_before)
@@ -544,7 +544,7 @@ def check_slots(slots: Tensor | None, row_starts: Tensor, of: str | None, num_sl
 
 
 def check_argument(name: str, tensor: Tensor | None, sizes: Sizes, prefix: str = "") -> Any:
-    """Return a tensor, or None, as backends take it, or raise unless it matches its description in `ARGUMENTS`."""
+    """Return a tensor, or None, in the form that backends take; raise unless it matches its description in `ARGUMENTS`."""
     if tensor is None:
         return None
     argument = ARGUMENTS[name]
@@ -557,7 +557,7 @@ def check_argument(name: str, tensor: Tensor | None, sizes: Sizes, prefix: str =
 
 
 def check_number(name: str, value: Any, sizes: Sizes, prefix: str = "") -> Any:
-    """Return an argument that is one number or a tensor as backends take it; None if it changes nothing."""
+    """Return a number or a tensor in the form that backends take; None if it is neutral."""
     if value is None and name != "temperature":
         return None
     if isinstance(value, Tensor):
@@ -573,14 +573,14 @@ def check_number(name: str, value: Any, sizes: Sizes, prefix: str = "") -> Any:
     except OverflowError:
         number = math.inf
     assert argument.is_valid is not None
-    # A number too small for a float is refused: it would become 0, and mean something else.
+    # A number too small for a float is refused: it would become 0, which has another meaning.
     if not argument.is_valid(number, sizes) or (number == 0) != (value == 0):
         raise ValueError(f"{prefix}{name}: expected {expected}, got {shown(value)}")
     return None if number == argument.neutral else number
 
 
 def check_truncation(sampling: Sampling, sizes: Sizes, vocab: int, prefix: str = "") -> Truncation | None:
-    """Return the checked limits on the tokens of rows, None if nothing is truncated."""
+    """Return the checked limits on the tokens of rows, None if all are neutral."""
     if sampling.top_k is sampling.top_p is sampling.min_p is None:  # the most frequent case
         return None
     top_k, top_p, min_p = (check_number(name, getattr(sampling, name), sizes, prefix) for name in Truncation._fields)
@@ -592,7 +592,7 @@ def check_truncation(sampling: Sampling, sizes: Sizes, vocab: int, prefix: str =
 def check_draft_rows(
     draft_logits: Tensor | None, draft_vocab_ids: Tensor | None, width: int, vocab_size: int | None, sizes: Sizes
 ) -> int:
-    """Raise unless draft logits, if given, are a row for each draft; return the size of the draft's vocabulary.
+    """Raise unless draft logits, if given, have a row for each draft; return the size of the draft's vocabulary.
 
     Args:
         draft_logits: as for a call.
@@ -612,7 +612,7 @@ def check_draft_rows(
 
 
 def check_draft_vocab_ids(draft_vocab_ids: Tensor, draft_logits: Tensor | None, sizes: Sizes) -> int:
-    """Raise unless they are distinct ids of the target's tokens, one for each of draft_logits; return their number."""
+    """Raise unless the ids are distinct target tokens, one for each entry of a draft row; return their number."""
     name, vocab = "draft_vocab_ids", sizes["vocab"]
     check_needs(name, draft_logits)
     check_type("draft_logits", draft_logits, FLOATS)
@@ -632,7 +632,7 @@ def check_draft_vocab_ids(draft_vocab_ids: Tensor, draft_logits: Tensor | None, 
 
 
 def check_adjustments(adjustments: Adjustments, sizes: Sizes) -> Adjustments | None:
-    """Return checked adjustments, None if they change nothing."""
+    """Return checked adjustments, None if they are neutral."""
     prefix = "adjustments."
     sizes["word"] = -(-sizes["vocab"] // WORD)
     penalties = [check_number(name, getattr(adjustments, name), sizes, prefix) for name in Adjustments._fields[:3]]
@@ -667,7 +667,7 @@ def check_adjustments(adjustments: Adjustments, sizes: Sizes) -> Adjustments | N
 
 
 def check_lists(top_logprobs: int | None, kept_sets: bool, logprobs: str | None) -> int:
-    """Return the number of likeliest tokens to return, or raise on a wrong request for lists."""
+    """Return the checked number of likeliest tokens to list; raise on invalid arguments for lists."""
     if not isinstance(kept_sets, bool):
         raise TypeError(f"kept_sets: expected a bool, got {type(kept_sets).__name__}")
     if top_logprobs is None:
@@ -761,7 +761,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 def check_tensor(
     name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """Raise unless `tensor` is a plain tensor of one of the dtypes, of this shape, on this device, which holds data."""
+    """Raise unless `tensor` is a plain tensor that holds data, with one of the dtypes, this shape and this device."""
     if (
         isinstance(tensor, Tensor)
         and tensor.layout is strided
@@ -769,7 +769,7 @@ def check_tensor(
         and tensor.dtype in dtypes
         and tensor.shape == shape
         and tensor.device == device
-    ):  # in one condition, because a call checks a dozen tensors
+    ):  # one condition, because a call checks a dozen tensors
         return
     check_type(name, tensor, dtypes)
     if tensor.shape != shape:
@@ -801,7 +801,7 @@ def check_type(name: str, tensor: Tensor | None, dtypes: tuple[torch.dtype, ...]
 
 
 def check_values(name: str, tensor: Tensor, valid: Tensor, expected: str, used: Tensor | None = None) -> None:
-    """Raise on the first value that is used and not valid; this waits for a device."""
+    """Raise on the first used value that is not valid; this waits for a device."""
     if used is not None:
         valid = valid | ~used.view(-1, *[1] * (valid.ndim - 1))
     if not valid.all():
@@ -810,7 +810,7 @@ def check_values(name: str, tensor: Tensor, valid: Tensor, expected: str, used: 
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the tensor detached, and with its values in memory: PyTorch can postpone zeros and negation."""
+    """Return the tensor detached and materialised: PyTorch can postpone zeros and negation."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor._is_zerotensor():

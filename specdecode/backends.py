@@ -21,13 +21,13 @@ Result = TypeVar("Result")
 
 
 def breaks_graph(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make torch.compile break its graph at a function that reads values on the host and must not be recompiled."""
+    """Make torch.compile break the graph at a function that reads values on the host, without recompiling for each value."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if not torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        from specdecode.uncompiled import run  # it imports the compiler, which is running here
+        from specdecode.uncompiled import run  # imports the compiler, which is already running here
 
         result: Result = run(function, args, kwargs)
         return result
@@ -36,10 +36,10 @@ def breaks_graph(function: Callable[Arguments, Result]) -> Callable[Arguments, R
 
 
 def to_verify(backend: Backend, method: str, batch: VerificationBatch) -> ModuleType:
-    """Return the backend's module that verifies a batch; where the kernels cannot, `"auto"` is eager.
+    """Return the backend's module that verifies a batch; `"auto"` falls back to eager if the kernels cannot.
 
     Raises:
-        ValueError: the choice is `"triton"`, which cannot run here or cannot verify it.
+        ValueError: the choice is `"triton"`, which cannot run here or cannot verify the batch.
     """
     module = choose(backend, batch.target_logits)
     why_not = None if module is eager else module.why_not_verified(method, batch)

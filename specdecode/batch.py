@@ -1,6 +1,6 @@
 """The bundles that backends receive and return: rows to sample from, a verification step, its output.
 
-`specdecode.arguments` builds them from a caller's arguments and checks these.
+`specdecode.arguments` builds them from a caller's checked arguments.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -10,16 +10,16 @@ from torch import Tensor
 from specdecode.adjustments import Adjustments
 
 Logprobs = Literal["processed", "raw"]
-"""The distribution that log-probabilities are of: the one sampled from, or softmax(logits)."""
+"""The distribution of log-probabilities: the sampled distribution, or softmax(logits)."""
 
 TARGET_ONLY = frozenset({"strict"})
-"""The methods that read no draft rows. (`kernels.methods` says the same of kernels, `Method.reads_drafts`.)"""
+"""The methods that read no draft rows, as `Method.reads_drafts` of `kernels.methods`."""
 
 MOST_TOP_LOGPROBS = 20
 """The largest `top_logprobs`."""
 
 MOST_KEPT = 1024
-"""The largest kept set whose ids are returned. For a larger one, only its size and its last token are."""
+"""The largest kept set whose ids are returned. Of a larger set only the size and the last token are returned."""
 
 
 class Sampling(NamedTuple):
@@ -53,23 +53,25 @@ class Truncation(NamedTuple):
 
     @property
     def keeps_one(self) -> bool:
-        """Whether every row is known to keep its likeliest token alone: then a step is greedy."""
+        """Whether every row surely keeps only its likeliest token, so that a step is greedy."""
         return not isinstance(self.top_k, Tensor) and self.top_k == 1
 
 
 class Packing(NamedTuple):
-    """The place of each request's rows and state in a packed call. Its values are checked only on the CPU.
+    """The rows and slot of each request of a packed call. Values are checked only on the CPU.
 
-    On a device they are not read, because a replayed CUDA graph may change them. There a request whose rows or slot are out
-    of range counts as a request without rows.
+    On a device the host does not read them, because a replayed CUDA graph may change them. There a request whose rows or
+    slot are out of range counts as a request without rows.
     """
 
     row_starts: Tensor  # [batch + 1] int32 or int64
-    num_draft_tokens: int  # the most that a request may have
+    num_draft_tokens: int  # the most drafts of a request
     slots: Tensor | None  # [batch] int32 or int64; None: slot r for request r, or no argument is by slot
     num_slots: int
-    seeds_by_request: bool  # seeds are by request, not by slot, because they were drawn for this call
-    row_positions: Tensor | None  # [num_rows] int64, of the tokens fed at the rows; replaces the batch's positions
+    seeds_by_request: bool  # seeds are by request, not by slot: they were drawn for this call
+    row_positions: (
+        Tensor | None
+    )  # [num_rows] int64, positions of the tokens fed at the rows; replaces the batch's positions
     is_round: bool = False  # a round of a tree: `row_starts` is [batch], the one row of each request, -1 for no row
     path: Tensor | None = None  # [batch, depth] int64, in a round: the tokens between node 0 and the row, for penalties
 
@@ -89,7 +91,7 @@ class SamplerOutput(NamedTuple):
     """[batch] int32: accepted draft tokens."""
 
     num_draft_tokens: Tensor
-    """[batch] int32: draft tokens that the request had, without -1 padding."""
+    """[batch] int32: draft tokens of the request, without -1 padding."""
 
     invalid: Tensor
     """[batch] bool: a target row that the result depends on had no finite logit, only NaN or -inf. It emits token 0.
@@ -101,34 +103,36 @@ class SamplerOutput(NamedTuple):
     """[batch, num_draft_tokens + 1] float32: the log-probability of each emitted token, NaN where `token_ids` is -1.
 
     A row without a finite logit, or of a packed request without rows, is the point mass on token 0: the token 0 that an
-    `invalid` request emits has 0, and a draft that only `"synthetic"` accepts there has -inf. None unless asked for.
+    `invalid` request emits has 0, and a draft that only `"synthetic"` accepts there has -inf. None unless requested.
     """
 
     top_token_ids: Tensor | None = None
     """[batch, num_draft_tokens + 1, top_logprobs] int64: the likeliest tokens of each emitted token's row, likeliest first.
 
-    Of equal logits the lowest id comes first. -1 where no further token has a probability, and where `token_ids` is -1.
-    None unless asked for, like the fields below.
+    Of equal logits the lowest id comes first. -1 if no further token has a positive probability, and where `token_ids` is
+    -1. None unless requested, like the fields below.
     """
 
     top_logprobs: Tensor | None = None
-    """[batch, num_draft_tokens + 1, top_logprobs] float32: their log-probabilities; -inf where there is no token, NaN behind
-    the last emitted token."""
+    """[batch, num_draft_tokens + 1, top_logprobs] float32: their log-probabilities; -inf where there is no token, NaN
+    after the last emitted token."""
 
     num_kept: Tensor | None = None
-    """[batch, num_draft_tokens + 1] int32: the number of tokens kept of each emitted token's row, 0 behind the last one."""
+    """[batch, num_draft_tokens + 1] int32: the number of kept tokens of each emitted token's row, 0 after the last
+    one."""
 
     kept_token_ids: Tensor | None = None
-    """[batch, num_draft_tokens + 1, 1,024] int32: the ids of the tokens kept, in increasing order, then -1.
+    """[batch, num_draft_tokens + 1, 1,024] int32: the ids of the kept tokens, in increasing order, then -1.
 
-    All -1 where more than 1,024 are kept: then `kept_cutoff` defines the set.
+    All -1 if more than 1,024 are kept: then `kept_cutoff` defines the set.
     """
 
     kept_cutoff: Tensor | None = None
-    """[batch, num_draft_tokens + 1] int64: the last token kept, in the order of decreasing logits, equal ones by increasing
-    id; -1 where the row is not truncated, so that every token with a finite logit is kept, and where `token_ids` is -1.
+    """[batch, num_draft_tokens + 1] int64: the last kept token, in the order of decreasing logits and, for equal logits,
+    increasing ids. -1 where `token_ids` is -1, and where the row is not truncated: then every token with a finite logit
+    is kept.
 
-    Logits are those after `adjustments`.
+    Logits are taken after `adjustments`.
     """
 
     @property
@@ -202,7 +206,7 @@ class RowBatch(NamedTuple):
 
 
 class VerificationBatch(NamedTuple):
-    """Checked arguments of a verification step: the one bundle of tensors that both backends receive.
+    """Checked arguments of a verification step, the same for both backends.
 
     In a packed call target logits and draft tokens are by row, positions by request, and all other tensors by slot:
     [num_slots, ...] in place of [batch, ...].
@@ -223,8 +227,8 @@ class VerificationBatch(NamedTuple):
     packing: Packing | None = None
     draft_vocab_ids: Tensor | None = None  # [draft_vocab] int32 or int64, tokens of draft_logits; None: the target's
     adjustments: Adjustments | None = None
-    top_logprobs: int = 0  # how many of the likeliest tokens of each emitted token's row are returned
-    kept_sets: bool = False  # whether the kept set of that row is returned
+    top_logprobs: int = 0  # number of likeliest tokens to return of each emitted token's row
+    kept_sets: bool = False  # whether to return the kept set of each emitted token's row
 
     @property
     def num_requests(self) -> int:
@@ -238,18 +242,18 @@ class VerificationBatch(NamedTuple):
 
     @property
     def is_truncated(self) -> bool:
-        """Whether any row is truncated, or drafts were drawn with other parameters than the target samples with."""
+        """Whether any row is truncated, or drafts were drawn with sampling parameters other than the target's."""
         drafts_differ = self.draft_truncation is not None or self.draft_temperature is not None
         return self.truncation is not None or drafts_differ
 
     @property
-    def reports(self) -> bool:
-        """Whether lists of likely tokens or kept sets are asked for."""
+    def has_lists(self) -> bool:
+        """Whether lists of likely tokens or kept sets are requested."""
         return self.top_logprobs > 0 or self.kept_sets
 
     @property
     def without_draft_rows(self) -> "VerificationBatch":
-        """The batch as a method of `TARGET_ONLY` reads it."""
+        """The batch without draft rows, for methods of `TARGET_ONLY`."""
         rows: dict[str, Any] = {name: None for name in self._fields if name.startswith("draft_")}
         return self._replace(**rows | {"draft_token_ids": self.draft_token_ids})
 
@@ -272,23 +276,22 @@ class TreeBatch(NamedTuple):
 
     @property
     def num_rounds(self) -> int:
-        """The number of tokens that may be emitted, one more than the most drafts on a path."""
+        """The largest number of emitted tokens, one more than the most drafts on a path."""
         return min(self.max_depth, self.parents.shape[1] - 1) + 1
 
     @property
     def packing(self) -> Packing:
-        """The place of each request's rows."""
+        """The rows and slot of each request."""
         assert self.rows.packing is not None
         return self.rows.packing
 
-    def round(self, row: Tensor, path: Tensor) -> VerificationBatch:
-        """Return the step that draws the next token of each request from one row.
+    def round(self, row: Tensor, position: Tensor, path: Tensor) -> VerificationBatch:
+        """Return the batch that draws the next token of each request from one row.
 
         Args:
             row: [batch] int64, -1 for no row.
+            position: [batch] int64, the position of that token.
             path: [batch, depth] int64, the tokens between node 0 and the row.
         """
-        depth, positions = path.shape[1], self.rows.positions
-        positions = row.new_full(row.shape, depth) if positions is None else positions + depth
         packing = self.packing._replace(row_starts=row, num_draft_tokens=0, is_round=True, path=path)
-        return self.rows._replace(positions=positions, packing=packing)
+        return self.rows._replace(positions=position, packing=packing)

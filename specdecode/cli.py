@@ -1,7 +1,7 @@
 """The command line: `specdecode demo`, `specdecode generate`, `specdecode solve` and `specdecode check`.
 
-This file only reads the options. What imports PyTorch is in `commands` and `demo.comparison`, which are imported when a
-command runs; `check` does without.
+This file only reads the options. The code that imports PyTorch is in `commands` and `demo.comparison`, which are imported
+when a command runs; `check` needs no PyTorch.
 """
 
 import argparse
@@ -21,7 +21,7 @@ METHODS = ("strict", "probabilistic", "block")
 SHAPES = ("decay", "constant", "minimum_variance")
 
 BROKEN_PIPE = 141
-"""The exit status if nobody reads the output any more: 128 + SIGPIPE, as of a command that this signal ends."""
+"""The exit status after a closed pipe: 128 + SIGPIPE, as of a command that this signal ends."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         return status
     except KeyboardInterrupt:
         if sys.stdout is not None and sys.stdout.isatty():
-            print()  # ends the line of text that was being written
+            print()  # ends a partially written line
         complain("interrupted")
         return 130
     except BrokenPipeError:
@@ -61,9 +61,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def complain(message: str) -> None:
-    """Write a line to standard error, if there is one and it is not full; the exit status says the same."""
+    """Write a line to standard error; if that fails, do nothing: the exit status reports the error, too."""
     try:
-        if sys.stderr is not None:  # for None `print` takes standard output
+        if sys.stderr is not None:  # with None, `print` would use standard output
             print(f"specdecode: {message}", file=sys.stderr, flush=True)
     except BrokenPipeError:
         raise
@@ -72,13 +72,13 @@ def complain(message: str) -> None:
 
 
 def replace_unencodable() -> None:
-    """Have standard output write "?" for a character that its encoding lacks. (Standard error writes its code.)"""
+    """Make standard output write "?" for a character that its encoding lacks. (Standard error writes its code.)"""
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="replace")
 
 
 def discard_unwritten() -> None:
-    """Discard output that cannot be written, or the interpreter tries again when it ends, and shows that error."""
+    """Discard output that cannot be written; otherwise the interpreter tries again at exit, and shows the error."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -88,14 +88,14 @@ def discard_unwritten() -> None:
 
 
 def by_option(message: str, options: argparse.Namespace) -> str:
-    """Return an error message that names the option where the library names the argument.
+    """Return an error message with the option's name in place of the argument's.
 
     >>> by_option("top_k: expected an int >= 0, got -1", argparse.Namespace(top_k=-1))
     '--top-k: expected an int >= 0, got -1'
     """
     argument, colon, rest = message.partition(":")
     for name in (argument, argument.removesuffix("s")):  # seeds are given as --seed
-        if name in vars(options) and name != "subject":  # which is no option
+        if name in vars(options) and name != "subject":  # not an option
             return f"--{name.replace('_', '-')}{colon}{rest}"
     return message
 

@@ -1,4 +1,4 @@
-"""The commands of the command line, but for the comparison of `specdecode demo`."""
+"""The commands of the command line, except the comparison of `specdecode demo`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": "yellow"}
 MARKS = {"accepted": "{}", "recovered": "[-{}-]", "bonus": "{{+{}+}}", "plain": "[={}=]"}
-"""How the kind of a token is shown: by a colour where the console has colours, elsewhere by marks."""
+"""The colour of each kind of token, and its marks on a console without colours."""
 
 LABELS = {
     "accepted": "accepted draft",
@@ -43,22 +43,22 @@ LABELS = {
 }
 
 INCOMPLETE = "\ufffd"
-"""What the bytes of a character that is not complete decode to: U+FFFD, the replacement character."""
+"""U+FFFD, the replacement character: the bytes of an incomplete character decode to it."""
 
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
-"""A token that is one byte, in a vocabulary whose other tokens are characters."""
+"""The name of a single-byte token in vocabularies of characters."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-"""What a model on the Hub can be called: OWNER/NAME, or a name alone."""
+"""The name of a model on the Hub: OWNER/NAME, or a single name."""
 
 FULL_BLOCK, BAR_WIDTH = "\u2588", 36
 
 VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
-"""A folder with one of these has a tokenizer of its own."""
+"""A folder with one of these files has its own tokenizer."""
 
 
 class StandardOutput(Console):
-    """A console for standard output that leaves a closed pipe to `cli.run`, as all other output does."""
+    """A console for standard output that leaves the handling of a closed pipe to `cli.run`, like all other output."""
 
     def on_broken_pipe(self) -> None:
         """Raise the error again; rich itself would end the process."""
@@ -97,8 +97,8 @@ class Models:
         """Load from folders in Hugging Face format.
 
         Raises:
-            ValueError: transformers is not installed, there is no draft model, a folder has no model that can be loaded, the
-                draft has another tokenizer, or there is no such device.
+            ValueError: transformers is not installed, there is no draft model, a folder has no loadable model, the draft
+                has another tokenizer, or the device does not exist.
         """
         try:
             transformers: Any = import_module("transformers")
@@ -132,9 +132,9 @@ class Models:
         return models
 
     def check_draft_tokenizer(self, tokenizer: Any) -> None:
-        """Raise if an id that both models can emit is one token in the target's tokenizer and another in this one.
+        """Raise if an id that both models can emit is a different token in this tokenizer than in the target's.
 
-        An id that only one of them knows is padding in the other, or was added to one of them.
+        An id that only one tokenizer has is padding in the other, or was added to one of them.
         """
         from specdecode.integrations.transformers.models import logits_width
 
@@ -165,7 +165,7 @@ def load_from(folder: Path, option: str, loader: Any, **options: Any) -> Any:
     """Return the model or tokenizer that `loader.from_pretrained` reads from a folder.
 
     Raises:
-        ValueError: it could not be loaded, for any reason; the message names the option that gave the folder.
+        ValueError: loading failed, for any reason; the message names the option that gave the folder.
     """
     cause: Exception | None = None
     try:
@@ -190,9 +190,9 @@ def advice(folder: Path) -> str:
 class Continuation:
     """The text of the tokens that follow a prompt: each character belongs to the token that completes it.
 
-    What a token decodes to depends on the others: the first token of a text can lose its space, and a character can take
-    several tokens. So all tokens are decoded together, including the prompt. What later tokens could still change is held
-    back: a character that is not complete, and where tokens are single bytes, such as <0xE2>, all bytes since the last other
+    The text of a token depends on its neighbours: the first token of a text can lose its space, and a character can take
+    several tokens. So all tokens are decoded together, including the prompt. Text that later tokens could still change is
+    held back: an incomplete character, and, if tokens are single bytes such as <0xE2>, all bytes since the last other
     token, because a tokenizer decodes them either to characters or each to U+FFFD.
 
     Args:
@@ -206,15 +206,15 @@ class Continuation:
         self.num_prompt_tokens = len(self.token_ids)
         self.num_returned = len(self.decode(self.token_ids))  # characters, those of the prompt included
         self.kind = "plain"  # of the last token
-        self.ends: list[tuple[str, int]] = []  # of each token: its kind, and where the text that it completes ends
+        self.ends: list[tuple[str, int]] = []  # of each token: its kind, and the end of the text that it completes
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens with all its spaces: to remove some of them would change earlier text."""
+        """Return the text of tokens, without cleaning up spaces, which would change earlier text."""
         text: str = self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
         return text
 
     def add(self, step: Step) -> list[tuple[str, str]]:
-        """Take the tokens of the next step; return the text that is now certain, (kind, characters) of each token."""
+        """Add the tokens of the next step; return the text that is now final, as (kind, characters) of each token."""
         for kind, token_id in zip(step.kinds, step.token_ids):
             self.token_ids.append(token_id)
             self.kind = kind.name.lower()
@@ -225,7 +225,7 @@ class Continuation:
         return self.take(self.decode(self.token_ids[:num_certain]))
 
     def rest(self) -> list[tuple[str, str]]:
-        """Return the text that was held back; no token follows."""
+        """Return the text that was held back, at the end."""
         text = self.decode(self.token_ids)
         self.ends.append((self.kind, len(text)))
         return self.take(text)
@@ -235,7 +235,7 @@ class Continuation:
         return BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(token_id))) is not None
 
     def take(self, text: str) -> list[tuple[str, str]]:
-        """Return the new pieces of the text, (kind, piece) each."""
+        """Return the new pieces of the text as (kind, piece)."""
         pieces = []
         for kind, end in self.ends:
             piece = text[self.num_returned : end]
@@ -258,18 +258,15 @@ def marked(pieces: Sequence[tuple[str, str]], console: Console) -> Text:
 
 
 def write(text: Text, console: Console) -> None:
-    """Print text as it is, tabs and long lines included, without an end of line after it."""
+    """Print text unchanged, including tabs and long lines, without a newline at the end."""
     console.print(Segments(text.render(console)), soft_wrap=True)
 
 
 def legend(console: Console) -> Text:
     """Return one line that explains the colours or marks."""
-    text = Text()
-    for kind, label in LABELS.items():
-        text.append(MARKS[kind].format(label) if console.color_system is None else label, style=STYLES[kind]).append(
-            "   "
-        )
-    return text
+    plain = console.color_system is None
+    labels = [Text(MARKS[kind].format(label) if plain else label, style=STYLES[kind]) for kind, label in LABELS.items()]
+    return Text("  ").join(labels)
 
 
 def run_generate(options: Namespace, console: Console) -> None:
@@ -284,7 +281,7 @@ def run_generate(options: Namespace, console: Console) -> None:
 
     def stream(step: Step) -> None:
         nonlocal started
-        if not started:  # only now is it known that the arguments are valid
+        if not started:  # the first step shows that the arguments are valid
             console.print(legend(console), end="\n\n")
             write(Text().append(options.prompt, style="dim"), console)
             started = True
@@ -329,7 +326,7 @@ def run_solve(options: Namespace, console: Console) -> None:
 
 
 def bar_character(encoding: str) -> str:
-    """Return the character that bars consist of: a full block, or # in an encoding that has none.
+    """Return the character of bars: a full block, or # in an encoding without it.
 
     >>> bar_character("ascii")
     '#'

@@ -1,4 +1,4 @@
-"""Drawing tokens one row at a time: plain seeded sampling, and the drafter's side of a verification method."""
+"""Drawing tokens one row at a time: plain seeded sampling, and drafting for a verification method."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,16 +15,17 @@ from specdecode.sharding import VocabShard, check_shard
 
 
 class DraftOutput(NamedTuple):
-    """One drafting step: a token per request, and the logsumexp that verification would otherwise compute again."""
+    """The result of one drafting step: a token per request, and the logsumexp, which saves verification time."""
 
     token_ids: Tensor
     """[batch] int64; with `width` [batch, width]."""
 
     logsumexp: Tensor
-    """[batch] float32: logsumexp(logits / temperature) of the tokens that are kept, 0 for greedy requests."""
+    """[batch] float32: logsumexp(logits / temperature) of the kept tokens, 0 for greedy requests."""
 
     cutoff: Tensor | None = None
-    """[batch] int64: the last token that top_k, top_p and min_p keep, in the order of decreasing logits; -1: all are kept.
+    """[batch] int64: the last kept token under top_k, top_p and min_p, in the order of decreasing logits; -1: all are
+    kept.
 
     None if none of the three is given.
     """
@@ -54,12 +55,12 @@ def sample(
         logits: [batch, vocab] raw logits, float16, bfloat16, float32 or float64.
         temperature: one number >= 0 or a [batch] float tensor; 0 takes the argmax.
         seeds: [batch] int64; an int s means s, s + 1, ...; None draws them from torch's default generator.
-        positions: [batch] int64, the absolute position of the token drawn; None means 0.
+        positions: [batch] int64, the absolute position of the drawn token; None means 0.
         top_k: as for [`RejectionSampler`][specdecode.RejectionSampler.__call__].
         top_p: as for [`RejectionSampler`][specdecode.RejectionSampler.__call__].
         min_p: as for [`RejectionSampler`][specdecode.RejectionSampler.__call__].
-        shard: which part of the vocabulary the logits are, under tensor parallelism; every rank gets the same tokens. None:
-            all of it.
+        shard: the part of the vocabulary that the logits cover, under tensor parallelism; every rank gets the same
+            tokens. None: the whole vocabulary.
         adjustments: biases, penalties and masks, as for [`RejectionSampler`][specdecode.RejectionSampler.__call__].
 
     Returns:

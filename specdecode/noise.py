@@ -1,4 +1,4 @@
-"""The noise contract, which every backend keeps: any change here changes every seeded output.
+"""The noise contract of all backends: a change here changes every seeded output.
 
 The counter of a number is (index, position low word, position high word, domain). The index is a block or token id. In
 accept decisions it is 0, except in block verification, where it is the draft's offset in its step.
@@ -16,7 +16,7 @@ draft agree most often.
 
 
 class Domain(IntEnum):
-    """What a number is for: the last word of its Philox counter."""
+    """The use of a random number: the last word of its Philox counter."""
 
     ACCEPT = 0
     SELECT_BLOCK = 1

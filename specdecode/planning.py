@@ -1,4 +1,4 @@
-"""How many drafts to verify: the lengths that maximise expected tokens per unit of time, from acceptance known in advance.
+"""The number of drafts to verify: lengths that maximise expected tokens per unit of time, from acceptance known in advance.
 
 A draft may be left out by anything known before it is drawn, never because of what it is: `reference.planning` has the proof
 and counter-examples.

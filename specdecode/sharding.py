@@ -3,9 +3,9 @@
     a rank's columns of all rows -> all-to-all -> whole rows of its own requests -> verify -> all-gather -> all results
 
 Under tensor parallelism the last layer leaves each rank some columns of the logits. If requests divide evenly, a rank
-receives as many bytes as by gathering all rows, divided by the number of ranks; verification is divided too.
-Packed rows are padded to `num_draft_tokens + 1` a request first, because the host does not know their lengths. Backends see
-ordinary batches of whole rows.
+receives the bytes of a gather of all rows divided by the number of ranks; verification is divided, too. Packed rows are
+padded to `num_draft_tokens + 1` a request first, because the host does not know their lengths. Backends see ordinary
+batches of whole rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ class VocabShard:
                 raise ValueError("group: None is the default group, which torch.distributed.init_process_group makes")
             group = distributed.group.WORLD
         if not isinstance(group, distributed.ProcessGroup):
-            if group == distributed.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to others
+            if group == distributed.GroupMember.NON_GROUP_MEMBER:  # the result of new_group on ranks outside the group
                 raise ValueError("group: this process is not in it")
             raise TypeError(f"group: expected a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
         self.group = group
@@ -108,13 +108,13 @@ class VocabShard:
         return draft_logits.shape[-1] == self.vocab_size > max(self.layout(draft_logits).lengths)
 
     def share(self, batch: int, rank: int | None = None) -> slice:
-        """Return the requests of a rank, by default this one: the first ranks have equally many, the last may have none."""
+        """Return the range of requests of a rank, by default this one; the last shares may be smaller or empty."""
         most = -(-batch // self.group.size())
         first = min(batch, most * (self.group.rank() if rank is None else rank))
         return slice(first, min(batch, first + most))
 
     def own_rows(self, columns: Tensor) -> Tensor:
-        """Return whole rows of this rank's requests, [share, ..., vocab], given its columns of all, [batch, ..., local]."""
+        """Return whole rows of this rank's requests, [share, ..., vocab], given columns of all rows, [batch, ..., local]."""
         layout = self.layout(columns)
         expected = layout.lengths[self.group.rank()]
         if columns.shape[-1] == self.vocab_size == max(layout.lengths):
@@ -166,7 +166,7 @@ def from_words(words: Tensor, result: Tensor) -> Tensor:
 
 
 def check_shard(shard: VocabShard) -> VocabShard:
-    """Return a shard, or raise if it is none."""
+    """Return a shard, or raise if it is not one."""
     if not isinstance(shard, VocabShard):
         raise TypeError(f"shard: expected a VocabShard, got {type(shard).__name__}")
     return shard

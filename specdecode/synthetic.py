@@ -6,7 +6,7 @@ J_0 + ... + J_{K-1}, which relates the two numbers that benchmarks quote:
 
     mean rate r = mean(J_0 .. J_{K-1})        acceptance length L = 1 + K * r
 
-This file only turns r, L or measured rates into a schedule; the sampler uses it.
+This file only converts r, L or measured rates to a schedule; the sampler uses it.
 """
 
 import math
@@ -24,10 +24,10 @@ Shape = Literal["decay", "constant", "minimum_variance"]
 
 @dataclass(frozen=True)
 class AcceptanceSchedule:
-    """How often synthetic verification accepts the draft at each position of a step.
+    """The acceptance rates of synthetic verification at each position of a step.
 
     Build one with `from_mean_rate`, `from_length` or `from_rates`. The first two have three shapes. All have the same mean
-    number of accepted drafts, m; they differ in how that number varies from step to step:
+    number of accepted drafts, m; they differ in the variation of this number between steps:
 
     | shape | conditional rate at position i | as in |
     |---|---|---|
@@ -90,8 +90,8 @@ class AcceptanceSchedule:
         """Build the schedule whose joint rates have the mean `rate`.
 
         With `"decay"`, `J_i = base_rate**(i + 1) * decay**(i * (i + 1) / 2)`. The decay is the smallest number in
-        [min_decay, 1] with which a base rate of at most 1 reaches the mean. So it is above `min_decay` only where it must
-        be; at `rate` 1 both are 1.
+        [min_decay, 1] with which a base rate of at most 1 reaches the mean. So it is above `min_decay` only if necessary;
+        at `rate` 1 both are 1.
 
         Args:
             rate: mean of the joint rates, that is accepted / drafted tokens, in [0, 1].
@@ -133,7 +133,7 @@ class AcceptanceSchedule:
         """Build the schedule that emits `length` tokens per step on average.
 
         The same as `from_mean_rate((length - 1) / num_draft_tokens, ...)`, except for the default shape, which is vLLM's
-        for a length: every step then emits `length` tokens rounded down or up, and no other shape varies less.
+        for a length: every step then emits `length` tokens rounded down or up, the smallest possible variation.
 
         Args:
             length: mean emitted tokens per step, the recovered or bonus token counted, in [1, num_draft_tokens + 1].

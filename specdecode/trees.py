@@ -1,6 +1,6 @@
 """Trees of drafts: conversion between an engine's form of a tree and its parents.
 
-`parents` holds the node before each node, int64. Node 0, the last token of the text, and padding have -1.
+`parents` has the node before each node, int64. Node 0, the last token of the text, and padding have -1.
 
 - `from_links`, `to_links`: first child and next sibling, as in SGLang (`retrieve_next_token`, `retrieve_next_sibling`) and
   TensorRT-LLM. Parents do not keep the order of siblings.
@@ -9,7 +9,8 @@
 - `from_choices`: the ranks on the path to each node, as in Medusa (`medusa_choices`), TensorRT-LLM (`eagle_choices`) and
   vLLM (`speculative_token_tree`).
 
-All but the last take tensors on any device, do not wait for it, and return -1 or nodes if the input is no tree.
+All except the last take tensors on any device, do not wait for the device, and return -1 or nodes if the input is not a
+tree.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""An opt-in check of values: probabilities where logits are wanted, which a sampler takes for logits without an error.
+"""An opt-in check of values: probabilities passed as logits, which otherwise raise no error.
 
-Probabilities p differ by less than 1, so softmax(p / T) is nearly flat: the text becomes noise, and nothing else says why.
-A row of probabilities has no negative number and sums to 1, as hardly any row of logits does. Log-probabilities are no
-mistake: softmax(log p) is p.
+Probabilities p differ by less than 1, so softmax(p / T) is nearly flat, and the text becomes noise without an error. A
+row of probabilities has no negative number and sums to 1, unlike almost every row of logits. Log-probabilities are
+correct logits: softmax(log p) is p.
 """
 
 from typing import Literal
@@ -16,23 +16,24 @@ from specdecode.eager.packed import IndexedRows, unpack
 from specdecode.sharding import VocabShard, all_gather
 
 Validate = Literal["values"]
-"""What is checked of logits beside their type, shape and device."""
+"""The checks of logits in addition to type, shape and device."""
 
 TOLERANCE = 0.01
-"""How far from 1 rounded probabilities may sum: at most 1/256 in bfloat16, and 1/128 in float16 of 262,144 tokens."""
+"""The largest deviation from 1 of a sum of rounded probabilities: 1/256 in bfloat16, and 1/128 in float16 of 262,144
+tokens."""
 
 
 def check_step(batch: VerificationBatch, shard: VocabShard | None) -> None:
-    """Raise if target logits or draft logits are probabilities in all rows that a step may look at.
+    """Raise if target logits or draft logits are probabilities in all rows that a step may read.
 
     Raises:
-        ValueError: they are, or a CUDA graph is being captured.
+        ValueError: all rows are probabilities, or a CUDA graph is being captured.
     """
     vocab = batch.target_logits.shape[-1] if shard is None else shard.vocab_size
     packing, has_rows = batch.packing, None
     if packing is not None:
         batch, has_rows = unpack(batch, packing)
-    ids = torch.nn.functional.pad(batch.draft_token_ids, (1, 0))  # before the first draft, 0: its row is looked at
+    ids = torch.nn.functional.pad(batch.draft_token_ids, (1, 0))  # 0 before the first draft: the first row is read
     matters = ((ids >= 0) & (ids < vocab)).cumprod(dim=1).bool()
     if has_rows is not None:
         matters &= has_rows[:, None]
@@ -64,8 +65,8 @@ def refuse_probabilities(name: str, logits: Tensor | IndexedRows, matters: Tenso
     Args:
         name: of the argument.
         logits: [..., vocab], of this rank.
-        matters: [...] bool, which rows matter.
-        shard: which part of the vocabulary the logits are; None: all of it.
+        matters: [...] bool, whether the row matters.
+        shard: the part of the vocabulary that the logits cover; None: the whole vocabulary.
     """
     refuse_capture(matters.device)
     sums, least = sums_and_minima(logits, shard)
@@ -78,7 +79,7 @@ def refuse_probabilities(name: str, logits: Tensor | IndexedRows, matters: Tenso
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raise while a CUDA graph is captured: nothing can be waited for then."""
+    """Raise while a CUDA graph is captured, when waiting is impossible."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         expected = "None while a CUDA graph is captured, because the check waits for the device"
         raise ValueError(f"validate: expected {expected}, got 'values'")
@@ -86,12 +87,12 @@ def refuse_capture(device: torch.device) -> None:
 
 def sums_and_minima(logits: Tensor | IndexedRows, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
     """Return the sum and the least number of each row, [...] float32 or float64 each."""
-    if isinstance(logits, IndexedRows):  # reduced before they are gathered, so that no row is copied
+    if isinstance(logits, IndexedRows):  # reduce before the gather, so that no row is copied
         sums, least = sums_and_minima(logits.logits, shard)
         return sums[logits.index], least[logits.index]
     sums = logits.sum(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     least = logits.amin(dim=-1).to(sums.dtype) if logits.shape[-1] > 0 else torch.zeros_like(sums)
-    if shard is None or sums.numel() == 0 or shard.are_whole(logits):  # no requests: every rank knows
+    if shard is None or sums.numel() == 0 or shard.are_whole(logits):  # no requests, as on every rank
         return sums, least
     of_ranks = all_gather(torch.stack([sums, least]), shard.group)
     return of_ranks[:, 0].sum(dim=0), of_ranks[:, 1].amin(dim=0)

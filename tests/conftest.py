@@ -1,5 +1,6 @@
 """Where the tests run: every backend on every device of the machine; without a GPU, kernels in Triton's interpreter."""
 
+import gc
 import importlib.util
 import itertools
 import os
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 if "--benchmark-only" not in sys.argv:
+    gc.disable()  # what is imported and collected stays: until `pytest_collection_finish` no search for garbage would pay
     # Threads of PyTorch that wait for work must not spin: they would take the cores from the other test processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
@@ -88,6 +90,12 @@ def pytest_configure(config):
     # Where there is no Triton, as on macOS, modules that import it have no doctests. Elsewhere a failed import is an error.
     if not HAS_TRITON:
         config.option.doctest_ignore_import_errors = True
+
+
+def pytest_collection_finish():
+    """Search for garbage again, but only among what the tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header():

@@ -13,9 +13,10 @@ from tests.support.adjusted import (
     to,
     words_of,
 )
+from tests.support.calls import METHODS
 from tests.support.differential import case
 from tests.support.oracle import SCHEDULE
-from tests.support.packing import METHODS, assert_same
+from tests.support.packing import assert_same
 
 NAN = float("nan")
 
@@ -91,7 +92,7 @@ def test_drafts_before_a_row_count_as_emitted(any_place, method):
 
 
 def test_everything_forbidden_but_one():
-    """And everything: then the request is invalid, as one whose logits are all -inf."""
+    """And with all tokens forbidden: then the request is invalid, like a request with only -inf."""
     logits, drafts = torch.randn(2, 3, 70), torch.tensor([[64, 64], [64, 3]])
     allowed = torch.zeros(2, 3, 70, dtype=torch.bool)
     allowed[:, :, 64] = True

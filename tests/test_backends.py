@@ -1,4 +1,4 @@
-"""Which backend runs: a named one runs or raises an error; "auto" takes the kernels where they can run."""
+"""The choice of the backend: a named one runs or raises an error; "auto" takes the kernels where they can run."""
 
 import importlib
 import warnings
@@ -17,7 +17,7 @@ class OnGpu:
 
 @pytest.fixture(autouse=True)
 def asked_anew():
-    """What was found for other tests is not remembered, nor what is found here."""
+    """Clear the cached results of other tests before, and the results of this test afterwards."""
     remembered = backends.obstacle, backends.warn_once, backends.log_once
     for function in remembered:
         function.cache_clear()

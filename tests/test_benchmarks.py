@@ -1,4 +1,4 @@
-"""`pytest --benchmark-only` finds its benchmarks without collecting the tests, and records hold what a run measured."""
+"""`pytest --benchmark-only` finds its benchmarks without collecting the tests, and records have the results of a run."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def test_a_record_of_a_gpu_has_the_time_on_the_device_and_the_bandwidth():
     record = make_record(run_of({"group": "1 request", "extra_info": info, "stats": {}}, on_cpu))
     assert list(record["results"]["1 request"]) == ["triton"]
     assert record["gpu"] == "a GPU"
-    assert "seconds" not in record  # which would count the CPU's benchmarks, too
+    assert "seconds" not in record  # otherwise the CPU's benchmarks would count, too
     assert "| 1 request | 8.1 |" in markdown(record)
     assert "triton  8.1 µs (0.0) on the device; 3.90 TB/s (88%)" in text(record["results"])
 
@@ -70,11 +70,15 @@ def test_everything_that_is_measured_is_shown():
 
 def test_what_was_not_measured_again_says_at_which_commit_it_was():
     old, new = {"median": 9.0, "iqr": 1.0}, {"median": 8.0, "iqr": 1.0}
-    earliest = {"commit": "c0", "results": {"3 requests": {"eager": old}}}
+    earliest = {"commit": "c0", "vLLM": "1", "SGLang": "1", "results": {"3 requests": {"eager": old}}}
     earlier = with_earlier({"commit": "c1", "results": {"1 request": {"eager": old, "strict": old}}}, earliest)
-    record = with_earlier({"commit": "c2", "seconds": 5, "results": {"1 request": {"strict": new}}}, earlier)
+    record = with_earlier(
+        {"commit": "c2", "seconds": 5, "vLLM": "2", "results": {"1 request": {"strict": new}}}, earlier
+    )
     assert record == {
         "commit": "c2",
+        "vLLM": "2",
+        "SGLang": "1",
         "results": {
             "1 request": {"strict": new, "eager": {"commit": "c1", **old}},
             "3 requests": {"eager": {"commit": "c0", **old}},

@@ -17,7 +17,7 @@ def decode(
     fresh: bool = True,
     requests: int = distributions.REQUESTS,
 ):
-    """Decode in several steps of so many drafts, every request with one seed; return its first tokens, [requests, K + 1]."""
+    """Decode in steps with `widths` drafts, each request with one seed; return the first tokens, [requests, K + 1]."""
     backend, device = place
     sampler, depth = RejectionSampler("block", backend=backend), model.num_draft_tokens + 1
     target, draft = (
@@ -27,7 +27,7 @@ def decode(
     length = torch.zeros(requests, dtype=torch.int64, device=device)
 
     def rows_after(tables: list, prefix: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """The rows that follow `count` tokens each; beyond the model's depth any will do, for nobody looks at them."""
+        """Return the rows after `count` tokens each; rows beyond the model's depth are arbitrary and unused."""
         rows = torch.zeros(requests, model.vocab, device=device)
         for depth_so_far, table in enumerate(tables):
             here = count == depth_so_far
@@ -42,7 +42,7 @@ def decode(
         for offset in range(width):
             draft_rows.append(rows_after(draft, prefix, length + offset))
             drawn = sampler.draft(draft_rows[-1], 1.0, seeds, length + offset, offset=offset if fresh else 0)
-            # The last token is the target's own: what could not be looked at is not drafted.
+            # The last token is the target's own: positions beyond the model's depth are not drafted.
             ids.append(torch.where(length + offset < depth - 1, drawn.token_ids, -1))
             prefix = prefix * model.vocab + drawn.token_ids
             target_rows.append(rows_after(target, prefix, length + offset + 1))
@@ -76,7 +76,8 @@ def test_several_steps_with_one_seed_have_the_distribution_of_the_target(place, 
 
 
 def test_drafts_with_the_noise_of_earlier_steps_would_change_the_distribution(place):
-    # What the offset is for: a step that sees again what an earlier one has looked at. The check above has to see it.
+    # The purpose of the offset: a step drafts positions that an earlier step has used. The check above has to find the
+    # error.
     model = distributions.Tables(*([np.log([row]).repeat(2**i, 0) for i in range(4)] for row in ([1, 2], [3, 1])))
     right, wrong = (
         distributions.counts_of_tokens(model, decode(place, model, (2, 2), fresh=fresh)) for fresh in (True, False)
@@ -103,7 +104,7 @@ def test_residual_masses_keep_their_relative_precision_where_target_and_draft_ne
     probs = [torch.softmax(row.double() / temperature.double()[:, None], dim=1) for row in (target, draft)]
     difference = log_ratio.double().exp()[:, None] * probs[0] - probs[1]
     assert torch.allclose(masses[1], difference.clamp(min=0).sum(dim=1), rtol=1e-8)
-    # A mass may be next to nothing beside the distance of c p and q, where few tokens share the vocabulary.
+    # A mass may be tiny relative to the distance of c p and q, where few tokens share the vocabulary.
     distance = difference.abs().sum(dim=1)
     assert ((masses[0] - masses[1]).abs() < 1e-6 * distance).all()
     ordinary = masses[1] > 1e-3 * distance

@@ -29,7 +29,7 @@ def softmax(logits):
 
 
 def student(recovered=lambda p, q: np.maximum(p - q, 0), bonus_row=-1):
-    """What a student writes: one request at a time, and no argument more than needed."""
+    """Return a student's verifier: one request at a time, and only the needed arguments."""
     random = np.random.default_rng(0)
 
     def verify(target_logits, draft_token_ids, draft_logits):
@@ -153,7 +153,7 @@ HIDDEN = {
     "drafts_without_temperature": (100_000, "temperature 0.6"),
     "recovered_with_the_drafts_gumbel_noise": (200_000, "joint"),
 }
-"""What changes little, or only in a case with few of the requests, needs larger runs: the question that shows it."""
+"""The questions that find small or rare mistakes, which need larger runs."""
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -2,15 +2,26 @@
 
 import importlib.util
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+import yaml
 
 from specdecode import cli
-from specdecode.checking import check, subjects
+from specdecode.checking import Check, Report, check, subjects
 from specdecode.checking.cases import CASES
+from specdecode.checking.junit import junit
 from tests.conftest import ON_GPU
+from tests.support.examples import fences
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "use" / "ci.md"
 
 FILE = """
 import numpy as np
@@ -120,6 +131,93 @@ def test_what_cannot_run_is_status_2_and_says_why(subject, message, file, tmp_pa
 def test_a_drafter_is_a_function_of_a_file(drafter, file, capsys):
     assert cli.main(["check", file(False), "--draft", drafter]) == 2
     assert f"draft: expected file.py:function and a file that exists, got '{drafter}'" in capsys.readouterr().err
+
+
+# ---- In CI ------------------------------------------------------------------------------------------------------------
+
+
+def test_junit_has_a_test_case_for_each_check_and_the_report(file, tmp_path, capsys):
+    path = tmp_path / "reports" / "check.xml"
+    assert cli.main(["check", file(True), "--requests", "2000", "--drafts", "2", "--junit", str(path)]) == 1
+    printed = capsys.readouterr().out
+    suite = ElementTree.parse(path).getroot()
+    cases, failures = suite.findall("testcase"), suite.findall("testcase/failure")
+    lines = re.findall(r"^(?:ok  |FAIL)  (.+?)  ", printed, flags=re.M)
+    assert [case.get("name") for case in cases] == lines
+    assert len(set(lines)) == len(lines)  # GitLab shows one of those that share a name
+    assert (suite.get("tests"), suite.get("failures")) == (str(len(cases)), str(len(failures)))
+    assert 0 < len(failures) < len(cases)
+    assert all("No mistake in the list fits" in failure.text for failure in failures)
+    assert failures[0].get("message") in failures[0].text
+    assert suite.findtext("system-out") == printed.strip()
+
+
+def test_a_failure_in_junit_has_the_suspects_and_can_be_read_whatever_characters_a_message_has():
+    detail = "raised \x1b[31mE\x00\ud800: <a & 'b'>\x1b[0m é"
+    report = Report([Check("greedy", False, None, detail)], suspects=["accept_everything"])
+    failure = ElementTree.fromstring(junit(report)).find("testcase/failure")
+    assert failure.get("message") == "raised \ufffd[31mE\ufffd\ufffd: <a & 'b'>\ufffd[0m é"
+    assert "This looks like:\n1. accept_everything: " in failure.text
+
+
+def test_a_wrong_report_can_be_raised_with_its_text():
+    Report([Check("joint", True, 0.5, "")]).raise_if_wrong()
+    report = Report([Check("joint", True, 0.5, ""), Check("greedy", False, None, "token 3")])
+    with pytest.raises(AssertionError) as error:
+        report.raise_if_wrong()
+    assert str(error.value) == str(report)
+
+
+@pytest.fixture
+def page_files(tmp_path):
+    """The files that the page on CI shows, by their names."""
+    if not PAGE.exists():
+        pytest.skip("not in a checkout")
+    files = {}
+    for block in fences(PAGE):
+        if name := re.search(r'title="(.+?)"', block.info):
+            files[name[1]] = block.code
+            if name[1].endswith(".py"):
+                compile(block.code, name[1], "exec")
+                (tmp_path / name[1]).write_text(block.code)
+    return files
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="the action's commands are for Bash")
+@pytest.mark.parametrize(
+    ("verifier", "status"),
+    [("verifier.py:verify", 0), ("mine.py:verify", 1), (f"{ROOT}/specdecode/checking/verifiers.py:TOKENS", 0)],
+    ids=["of the page", "wrong", "of the workflow"],
+)
+def test_the_action_checks_a_verifier(verifier, status, page_files, file, tmp_path):
+    file(True)
+    action = yaml.safe_load((ROOT / "action.yml").read_text())
+    *_, step = action["runs"]["steps"]
+    given = {"verifier": verifier, "arguments": "--requests 2000 --drafts 2"}
+    inputs = {name: given.get(name, about.get("default")) for name, about in action["inputs"].items()}
+    environment = {name: inputs[re.search(r"inputs\.(\w+)", value)[1]] for name, value in step["env"].items()}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment["PYTHONPATH"] = str(ROOT)  # in place of the installation
+    command = ["bash", "-e", "-c", step["run"]]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == status, done.stderr
+    assert f"{verifier}: {'WRONG' if status else 'right'}" in done.stdout
+    assert ElementTree.parse(tmp_path / inputs["junit"]).getroot().get("failures") != "0" or status == 0
+
+
+def test_the_page_on_ci_names_inputs_of_the_action_and_pinned_versions(page_files):
+    action = yaml.safe_load((ROOT / "action.yml").read_text())
+    steps = yaml.safe_load(page_files[".github/workflows/verifier.yml"])["jobs"]["check"]["steps"]
+    (use,) = (step for step in steps if step["uses"].startswith("OWNER/"))
+    assert use["with"].keys() <= action["inputs"].keys()
+    assert action["inputs"]["junit"]["default"] in [step.get("with", {}).get("path") for step in steps]
+    script = " ".join(yaml.safe_load(page_files[".gitlab-ci.yml"])["verifier"]["script"])
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    for package in ("numpy", "scipy"):
+        (pin,) = (line for line in pins if line.startswith(f"{package}=="))
+        assert pin in script
 
 
 # ---- Subjects ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is no output of a verification, and what cannot be called: one error that says what, with an input that shows it."""
+"""Invalid outputs of verifiers, and verifiers that cannot be called: one error that names the cause, with an input."""
 
 from collections import namedtuple
 from dataclasses import make_dataclass

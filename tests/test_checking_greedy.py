@@ -47,7 +47,7 @@ def of_infinity(i, row):
 
 
 def users(choose=argmax, accepts=None, bonus=None):
-    """What a user writes for temperature 0, one request at a time; by default it accepts what it would choose."""
+    """Return a user's verifier for temperature 0, one request at a time; by default it accepts its own choice."""
 
     def verify(target_logits, draft_token_ids, draft_logits, *, temperature):
         output = np.full((len(target_logits), target_logits.shape[1]), -1)

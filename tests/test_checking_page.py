@@ -1,4 +1,4 @@
-"""What the page "Check yours" shows is what the command prints."""
+"""The outputs on the page "Check yours" are the command's."""
 
 import shlex
 from pathlib import Path

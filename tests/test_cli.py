@@ -169,7 +169,7 @@ PRINTING = {
 
 
 def printed_in(monkeypatch, encoding: str, *arguments: str, errors: str = "strict") -> str:
-    """What a command prints on a stream of an encoding."""
+    """Return a command's output on a stream with an encoding."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors=errors)
     monkeypatch.setattr(sys, "stdout", stream)
     assert cli.main(arguments) == 0
@@ -484,9 +484,33 @@ def test_the_demo_says_first_what_happens_and_last_what_to_try_which_runs(capsys
 
 
 def test_the_calls_of_the_target_are_those_of_the_mean_step():
-    table = comparison.savings_table({"block": 1.0}, num_draft_tokens=3)
-    rows = list(zip(*(column.cells for column in table.columns)))
-    assert rows == [("plain decoding", "", "1,000"), ("block", "1.00", "500")]
+    def rows(speeds):
+        table = comparison.savings_table({"block": 1.0, "tree": 3.0}, 3, speeds)
+        return list(zip(*(column.cells for column in table.columns)))
+
+    assert rows({}) == [("plain decoding", "", "1,000"), ("block", "1.00", "500"), ("tree", "3.00", "250")]
+    timed = rows({"plain decoding": 1234.5, "tree": 3000})
+    assert [row[3] for row in timed] == ["1,234", "", "3,000"]
+
+
+@pytest.mark.parametrize("plain_seconds", [10, 0.5])
+def test_the_demo_shows_times_of_other_models_where_drafts_save_time(capsys, monkeypatch, plain_seconds):
+    generate, now = integration.generate, [0.0]
+
+    def takes_time(target, drafter, *arguments, **options):
+        now[0] += plain_seconds if drafter is None else 1.0
+        return generate(target, drafter, *arguments, **options)
+
+    monkeypatch.setattr(integration, "generate", takes_time)
+    monkeypatch.setattr(comparison, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    models = ("--target", str(DRAFT), "--draft", str(DRAFT))
+    status, out, _ = run(capsys, "demo", *models, "--max-new-tokens", "5", "--prompt", "def f(")
+    assert status == 0
+    drafts_save_time = plain_seconds > 1
+    speeds = dict(re.findall(r"^ *(plain decoding|strict|prompt lookup|tree) .* ([\d,]+) *$", out, flags=re.M))
+    assert (speeds == {"plain decoding": "2", "strict": "20", "prompt lookup": "20", "tree": "20"}) == drafts_save_time
+    assert ("tokens a second: " in out) == drafts_save_time
+    assert ("No times: nothing was faster" in out) != drafts_save_time
 
 
 def test_the_demo_counts_only_steps_that_were_allowed_all_drafts():
@@ -501,7 +525,7 @@ def test_the_demo_counts_only_steps_that_were_allowed_all_drafts():
 
 
 BYTES = b"\t\n" + "\u00e9\U0001f600".encode()
-"""Those of two characters, which take two and four tokens."""
+"""The tokens of two characters, two and four tokens long."""
 
 
 def fast(tokenizer: Tokenizer, **options) -> PreTrainedTokenizerFast:
@@ -580,7 +604,7 @@ def decoded(tokenizer, prompt: str, sequence: list[int]) -> str:
 
 @pytest.fixture
 def generations(monkeypatch):
-    """What `generate` returned to the command line."""
+    """The outputs of `generate` in the command line."""
     outputs, generate = [], integration.generate
 
     def recorded(*arguments, **options):
@@ -627,7 +651,7 @@ def cut_in_steps(tokenizer, text: str, *steps: str) -> list[integration.Step]:
 
 
 def printed_by_step(capsys, monkeypatch, tmp_path, tokenizer, prompt: str, steps: list[integration.Step]) -> list[str]:
-    """What `generate` has printed after each of these steps, and at last what follows the last one."""
+    """Return the text that `generate` prints after each of these steps, and after the last one."""
     printed = []
 
     def generate(*_arguments, on_step, **_options):

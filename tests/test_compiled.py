@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, VocabShard, sample
+from tests.support.calls import each_method
 from tests.support.ranks import groups
 
-METHODS = ["strict", "probabilistic", "block", "synthetic"]
 BATCH, DRAFTS, VOCAB = 4, 3, 1100
-
-each_method = pytest.mark.parametrize("method", METHODS)
 
 
 def make(method: str, place, shard: VocabShard | None = None) -> RejectionSampler:

@@ -44,7 +44,7 @@ def test_drafting_sampling_and_statistics_do_not_wait_for_the_device_and_are_cap
 
 
 KERNELS = {
-    "strict": {"read_kernel", "truncate_kernel", "emit_kernel", "report_kernel", "siblings_kernel"},
+    "strict": {"read_kernel", "truncate_kernel", "emit_kernel", "top_logprobs_kernel", "siblings_kernel"},
     "probabilistic": {"map_kernel", "read_kernel", "emit_kernel"},
     "block": {"read_kernel", "ratio_kernel", "decide_kernel", "sum_kernel", "emit_kernel"},
 }

@@ -78,6 +78,6 @@ def test_tokens_and_accepted_length_have_their_distributions(backend, method, qu
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_drafts_that_share_the_targets_noise_would_change_the_distribution(backend):
-    """What `draft` protects from: strict's drafts, verified by probabilistic."""
+    """The mistake that `draft` prevents: strict's drafts, verified by probabilistic."""
     verify, draft = load(f"specdecode:probabilistic:{backend}").verify, load(f"specdecode:strict:{backend}").draft
     assert not check(verify, draft, num_draft_tokens=2, requests=distributions.REQUESTS, only="joint").passed

@@ -78,9 +78,9 @@ def test_every_test_that_a_page_names_exists():
 def test_the_early_exit_schedule_is_drawn_as_the_kernel_page_describes_it():
     figures = pytest.importorskip("docs._tools.figures", exc_type=ImportError)
     schedule = figures.Schedule()
-    states, posted = schedule.frames()[-1]
-    assert posted == dict(enumerate(schedule.stops))
-    needed = {program for program in states if program[1] <= schedule.stops[program[0]]}
+    states, published = schedule.frames()[-1]
+    assert published == dict(enumerate(schedule.first_rejected))
+    needed = {program for program in states if program[1] <= schedule.first_rejected[program[0]]}
     read = {program for program, state in states.items() if state == "read"}
     assert read >= needed
     assert {(request, offset) for request, offset, _ in read - needed} == {(3, 3)}  # too late to be left unread

@@ -106,7 +106,7 @@ def test_the_formulas_are_exact_in_fractions(case):
 
 
 def check_closed_forms(target_weights: tuple, draft_weights: tuple, num_drafts: int) -> None:
-    """With models that ignore the text the number of accepted drafts is a geometric number, cut off at K."""
+    """With models that ignore the text, the number of accepted drafts is a geometric number, truncated at K."""
     case = Case(iid(*target_weights), iid(*draft_weights), (num_drafts,), num_drafts + 1)
     pair = (np.array(model(()), dtype=object) for model in (case.target, case.draft))
     alpha = probabilistic.acceptance_rate(*pair)
@@ -199,7 +199,7 @@ GREEDY_ROWS = [
     [-np.inf, -np.inf, 0.5],
     [7.0] * 3,
 ]
-"""Rows with ties, whose lowest ids win."""
+"""Rows with ties; the lowest ids win."""
 
 VERIFIERS = {
     "greedy": lambda logits, drafts: greedy.verify(map(sampling.without_nan, logits), drafts),
@@ -245,7 +245,7 @@ def test_temperature_0_emits_what_the_target_alone_would_emit(name):
 
 
 def check_strict_is_plain_sampling(num_drafts: int = 3) -> None:
-    """With real noise, token for token: whatever the drafts are, the output equals plain sampling."""
+    """With real noise, the output equals plain sampling token for token, for all drafts."""
     model = history(9, 3)
     for seed, position in [(0, 0), (1, 5), (-3, 2**40)]:
         where = {"seed": seed, "temperature": 0.8}
@@ -320,7 +320,7 @@ SEVERAL_STEPS = {
     "V2-K2-2-2": Case(history(3, 2), history(4, 2), (2, 2, 2), 5),
     "V2-K2-1-2": Case(iid(1, 3), iid(2, 1), (2, 1, 2), 5),
 }
-"""Several steps of one request with one seed: later steps draft positions again whose drafts an earlier step rejected."""
+"""Several steps of one request with one seed: later steps draft positions again after rejections."""
 
 
 @pytest.mark.parametrize("case", SEVERAL_STEPS)
@@ -389,7 +389,7 @@ def test_no_block_with_an_impossible_draft_is_accepted():
 
 
 def check_margins() -> None:
-    """The margin is how far the running ratio can move before the decision changes, and no further."""
+    """The margin is exactly the change of the running ratio that changes the decision."""
     random = np.random.default_rng(0)
     flipped = 0
     for _ in range(2000):
@@ -516,7 +516,7 @@ def test_the_joint_distribution_holds_with_real_noise(case):
 
 
 def test_shared_noise_is_wrong_by_more_than_the_statistical_check_sees():
-    # A distribution that is wrong by a total variation TV has a chi-square of noncentrality 4 TV^2 N or more.
+    # An error of total variation TV gives a chi-square of noncentrality 4 TV^2 N or more.
     joint = distribution(lambda chance: decode(chance, GOLDEN, verify_probabilistic, philox.SELECT))
     wrong = float(total_variation(marginal(joint, lambda outcome: outcome[0]), sequence_distribution(GOLDEN.target, 2)))
     assert 0.089 < wrong < 0.091

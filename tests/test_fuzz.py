@@ -1,4 +1,4 @@
-"""Valid calls of hostile values return the reference's tokens, except where rounding decides."""
+"""Valid calls with hostile values return the reference's tokens, except where rounding decides."""
 
 from contextlib import nullcontext
 
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from reference.philox import DRAFT, SELECT
 from reference.sampling import sample as sample_row
 from specdecode import sample
+from tests.support.calls import METHODS
 from tests.support.differential import like_a_device
 from tests.support.hostile import (
-    METHODS,
     Request,
     attempt,
     compare_all,

@@ -1,4 +1,4 @@
-"""Calls, samplers, schedules and statistics are made of valid arguments alone; an error names the wrong one."""
+"""Calls, samplers, schedules and statistics accept only valid arguments; an error names the wrong argument."""
 
 import math
 import sys
@@ -16,11 +16,11 @@ from torch import Tensor
 from reference import oracle
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, sample
 from specdecode.noise import BLOCK_SIZE
+from tests.support.calls import METHODS
 from tests.support.hostile import (
     FLOATS,
     INF,
     INT64,
-    METHODS,
     NAN,
     assert_names,
     attempt,
@@ -117,7 +117,7 @@ WRONG_VALUES = [NAN, INF, -INF, -1, -2, 1, BLOCK_SIZE, 2**31 - 1, -(2**31)]
 
 
 def with_value(tensor: Tensor, value: float, everywhere: bool) -> Tensor:
-    """The tensor with a value in its first place or in all, rounded to its dtype."""
+    """Return the tensor with a value as its first element or as all elements, rounded to its dtype."""
     if not tensor.is_floating_point():
         value = int(value) if math.isfinite(value) else -3
     wide = torch.float64 if tensor.is_floating_point() else torch.int64
@@ -128,7 +128,7 @@ def with_value(tensor: Tensor, value: float, everywhere: bool) -> Tensor:
 
 
 def broken(value, random: np.random.Generator):
-    """Another value for an argument: any value at all, or the old one changed."""
+    """Return another value for an argument: an arbitrary value, or the old one changed."""
     how = pick(random, ["value", "tensor", "tensor", "anything"]) if isinstance(value, Tensor) else "anything"
     if how == "value":
         return with_value(value, pick(random, WRONG_VALUES), everywhere=random.random() < 0.5)
@@ -141,14 +141,14 @@ def broken(value, random: np.random.Generator):
 
 
 def is_tensor(value, dtypes, shape=None, device=None) -> bool:
-    """Whether it is a tensor with data, of one of the dtypes, and of the shape and on the device if these are given."""
+    """Return whether a value is a tensor with data, with one of the dtypes, and with the shape and device if given."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested or value.is_meta:
         return False
     return value.dtype in dtypes and shape in (None, tuple(value.shape)) and device in (None, value.device)
 
 
 def is_real(value, low, high) -> bool:
-    """Whether it is a number in [low, high], not a bool, and in the range of floats."""
+    """Return whether a value is a number in [low, high], not a bool, and in the range of floats."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, Fraction, np.integer, np.floating)):
         return False
     try:
@@ -162,7 +162,7 @@ def is_count(value) -> bool:
 
 
 def scalars_are_valid(call: dict, batch: int, device, look: bool) -> bool:
-    """Whether temperature, seeds and positions are valid."""
+    """Return whether temperature, seeds and positions are valid."""
     temperature, seeds, positions = call["temperature"], call["seeds"], call["positions"]
     if is_tensor(temperature, FLOATS, (batch,), device):
         if look and not all(0 <= value < INF for value in temperature.tolist()):
@@ -182,12 +182,12 @@ def scalars_are_valid(call: dict, batch: int, device, look: bool) -> bool:
 
 
 def rows_are_valid(logits, ndim: int) -> bool:
-    """Whether logits are valid by themselves."""
+    """Return whether logits are valid by themselves."""
     return is_tensor(logits, FLOATS) and logits.ndim == ndim and logits.shape[-1] > 0
 
 
 def call_is_valid(call: dict, schedule: AcceptanceSchedule | None, look: bool) -> bool:
-    """Whether a call is valid: the contract, written independently of the package."""
+    """Return whether a call is valid, by a definition that is independent of the package."""
     target, ids, draft, logsumexp = (
         call[name] for name in ("target_logits", "draft_token_ids", "draft_logits", "draft_logsumexp")
     )
@@ -305,7 +305,7 @@ SHAPES = ["decay", "constant", "minimum_variance"]
 rates = (
     anything | st.floats(0, 1) | st.sampled_from([0, 1, -0.0, 5e-324, -5e-324, 1 - 2**-53, 1 + 2**-52, np.float16(0.3)])
 )
-# No huge ones: a schedule has a number for each draft token, and there is no limit on how many.
+# No huge numbers: a schedule has an entry for each draft token, without a limit.
 counts = (
     st.sampled_from([value for value in ANYTHING if not isinstance(value, int) or value < 10**6])
     | st.integers(-1, 40)

@@ -1,4 +1,4 @@
-"""Greedy requests: a schedule rules over them, and tiny temperatures are not greedy."""
+"""Greedy requests: a schedule decides about their drafts, and tiny temperatures are not greedy."""
 
 from contextlib import nullcontext
 

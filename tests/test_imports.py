@@ -1,4 +1,4 @@
-"""Which module of the package imports which: no circles, not even ones that a late import hides; backends know no shards."""
+"""Imports between modules of the package: no cycles, including late imports; backends do not import shards."""
 
 import ast
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ FOLDER = Path(specdecode.__file__).parent
 
 
 def modules(folder: Path) -> dict[str, str]:
-    """The source of each module of a package, by its name."""
+    """Return the source of each module of a package, by name."""
     files = {".".join(file.relative_to(folder.parent).with_suffix("").parts): file for file in folder.rglob("*.py")}
     return {name.removesuffix(".__init__"): file.read_text("utf-8") for name, file in files.items()}
 
 
 def imported(source: str) -> Iterator[tuple[str, ...]]:
-    """What a module imports, in functions, for type checkers and by name, too: each with what it may be part of."""
+    """Return the imports of a module, also in functions, for type checkers and by name, each with its parent packages."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((alias.name,) for alias in node.names)
@@ -31,7 +31,7 @@ def imported(source: str) -> Iterator[tuple[str, ...]]:
 
 
 def circle(sources: dict[str, str]) -> list[str]:
-    """Return a circle of modules, each importing the next, with the first again at the end; [] if there is none."""
+    """Return a cycle of modules, each importing the next, with the first again at the end; [] if there is none."""
     graph = {
         name: {next((each for each in names if each in sources), name) for names in imported(source)} - {name}
         for name, source in sources.items()

@@ -1,4 +1,4 @@
-"""Nothing depends on the state of PyTorch, and sums are the same to the last bit in any batch and layout."""
+"""Results do not depend on the state of PyTorch, and sums are the same to the last bit in any batch and layout."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def last_dimension_first(tensor: Tensor) -> Tensor:
 
 
 def inside(tensor: Tensor, fill: float) -> Tensor:
-    """The same values as a slice of a larger tensor, as of an embedding whose vocabulary is padded."""
+    """Return the same values as a slice of a larger tensor, like an embedding with a padded vocabulary."""
     size = [length + 3 for length in tensor.shape]
     larger = torch.full(size, fill, dtype=tensor.dtype, device=tensor.device)
     view = larger[tuple(slice(2, 2 + length) for length in tensor.shape)]
@@ -65,7 +65,7 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("unusual", UNUSUAL.values(), ids=UNUSUAL)
 def test_backends_get_tensors_whose_values_are_in_memory(place, unusual):
-    # Kernels read memory at an address. PyTorch may have put nothing there yet, or the values with the other sign.
+    # Kernels read memory at an address, where PyTorch may have postponed zeros or a negation.
     call = make_call(place)
     call["draft_token_ids"].clamp_(min=0)
     call["draft_logsumexp"] = call["draft_logits"].logsumexp(dim=2)
@@ -89,7 +89,7 @@ def test_backends_get_tensors_whose_values_are_in_memory(place, unusual):
 
 @pytest.fixture
 def two_threads():
-    """PyTorch splits long sums over threads, where it has several and if the batch alone does not keep them busy."""
+    """Run with two threads: PyTorch splits long sums over threads if the batch is too small to keep them busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -97,7 +97,7 @@ def two_threads():
 
 
 def accept_threshold(place, method: str, target: Tensor, requests, layout) -> list[int]:
-    """How low each request's first drafted logit may be and its draft still be accepted, as the bits of a float32.
+    """Return the lowest logit of each request's first draft at which it is accepted, as the bits of a float32.
 
     There is a second draft, so that a block's residual mass takes part.
     """
@@ -126,8 +126,8 @@ def accept_threshold(place, method: str, target: Tensor, requests, layout) -> li
 @by_ratio
 @pytest.mark.parametrize("vocab", [300, 3 * BLOCK_SIZE + 5, 40 * BLOCK_SIZE])
 def test_decisions_are_the_same_to_the_last_bit_in_any_batch_and_layout(place, vocab, method):
-    # Equal tokens may hide sums that differ by a rounding, so look for the exact logit from which on a draft is accepted.
-    # The eager backend leaves its sums to PyTorch, which on CUDA splits them by the shape of the whole batch.
+    # Equal tokens may hide sums that differ by a rounding, so find the exact logit at which a draft is accepted.
+    # The eager backend uses PyTorch's sums, whose order on CUDA depends on the shape of the whole batch.
     if place == ("eager", "cuda"):
         pytest.skip("PyTorch's CUDA reductions depend on the batch in the last bit")
     batch = 6
@@ -141,7 +141,7 @@ def test_decisions_are_the_same_to_the_last_bit_in_any_batch_and_layout(place, v
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("vocab", [300, 3 * BLOCK_SIZE + 5, 40 * BLOCK_SIZE])
 def test_residuals_are_the_same_to_the_last_bit_in_any_batch_and_layout(place, vocab):
-    # p and q are nearly flat and differ by roundings alone, so that another order of adding makes another residual.
+    # p and q are nearly flat and differ only by roundings, so that another order of additions changes the residual.
     if place == ("eager", "cuda"):
         pytest.skip("PyTorch's CUDA reductions depend on the batch in the last bit")
     call = make_call(place, batch=24, drafts=1, vocab=vocab)
@@ -194,7 +194,7 @@ def test_tensors_made_in_inference_mode_are_as_good(place, method):
     with torch.inference_mode():
         call = make_call(place)
         assert_same(sampler(**call), expected)
-    assert_same(sampler(**call), expected)  # what the sampler kept is of use outside too
+    assert_same(sampler(**call), expected)  # cached tensors can be used outside, too
 
 
 @each_method
@@ -211,7 +211,7 @@ def test_no_seeds_means_fresh_ones_of_the_default_generator(place, method):
         torch.manual_seed(1)
         assert use() == first, name
         assert first != second, name
-        assert len(set(map(str, first))) > 1, name  # requests of one call have their own, too
+        assert len(set(map(str, first))) > 1, name  # requests of one call have different seeds, too
 
 
 def test_fresh_seeds_have_64_random_bits(place):

@@ -1,4 +1,4 @@
-"""The afternoon of docs/learn: its exercises tell a skeleton from a solution, and the pages show what the commands print."""
+"""The afternoon of docs/learn: its checks distinguish skeletons from solutions, and the pages show the printed outputs."""
 
 import contextlib
 import io
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="not in a checkout")
 
 @pytest.fixture(scope="module")
 def results():
-    """What came out of each skeleton and solution when the script ran: whether it passed, and its accepted drafts."""
+    """The result of each skeleton and solution of the script: whether it passed, and its accepted drafts."""
     with contextlib.redirect_stdout(io.StringIO()):
         return runpy.run_path(str(SCRIPT))["results"]
 
@@ -55,7 +55,7 @@ def section(name: str) -> str:
 
 @pytest.mark.parametrize("page", ORDER)
 def test_what_a_page_shows_of_an_output_is_printed(page, tmp_path, monkeypatch, capsys):
-    """A reader's file has the head and what the page has shown so far; the last command on the page is run."""
+    """A reader's file has the head and the code of the page so far; the last command on the page is run."""
     monkeypatch.chdir(tmp_path)
     parts, command = ["head"], []
     for fence in fences(LEARN / f"{page}.md"):

@@ -16,7 +16,7 @@ INF = float("inf")
 
 
 def check_against_fractions(rows: int = 100) -> None:
-    """Of random rows of whole numbers as weights, log p' and log p are the logarithms of the fractions that they are."""
+    """For random rows of integer weights, log p' and log p equal the logarithms of exact fractions."""
     random = np.random.default_rng(0)
     for _ in range(rows):
         weights = random.integers(1, 40, size=8)

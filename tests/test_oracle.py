@@ -1,4 +1,4 @@
-"""The oracle does on logits and seeds what the reference's modules do on probabilities and random numbers."""
+"""The oracle, on logits and seeds, agrees with the reference's modules, on probabilities and random numbers."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
 
 
 def by_the_modules(method: str, target, drafts: list[int], draft, seed: int, position: int) -> list[int]:
-    """The tokens of a step, given distributions; `draft` is None for a deterministic drafter."""
+    """Return the tokens of a step, given distributions; `draft` is None for a deterministic drafter."""
     vocab_size, offsets = len(target[0]), range(len(drafts))
     uniforms = [float(uniform(seed, position + i, i if method == "block" else 0, Domain.ACCEPT)) for i in offsets]
     if method == "synthetic":
@@ -29,7 +29,7 @@ def by_the_modules(method: str, target, drafts: list[int], draft, seed: int, pos
 
 
 def drawn(probs: np.ndarray, seed: int, position: int) -> int:
-    """A token drawn from a distribution, by the noise of its position."""
+    """Return a token drawn from a distribution, with the noise of its position."""
     num_blocks = -(-len(probs) // selection.BLOCK_SIZE)
     noise = [gumbel(seed, position, np.arange(n), domain) for n, domain in zip((num_blocks, len(probs)), SELECT)]
     with np.errstate(divide="ignore"):
@@ -87,7 +87,7 @@ def test_the_oracle_emits_what_the_modules_emit():
 
 
 def test_strict_compares_with_samples_by_one_gumbel_max_where_there_is_one_block():
-    # Of a single block the block's number does not matter.
+    # With a single block, the block's random number does not matter.
     random = np.random.default_rng(0)
     for seed in range(50):
         rows = np.log(random.dirichlet(np.ones(6), size=3))
@@ -99,9 +99,11 @@ def test_strict_compares_with_samples_by_one_gumbel_max_where_there_is_one_block
 
 MUTANTS = [
     Mutant("index of the accept number", oracle.verify_block, "index=i - 1", "index=i", check_methods),
-    Mutant("position of the accept number", oracle.Step.log_uniform, "self.position + offset", "self.position + offset + 1",
+    Mutant("position of the accept number", oracle.Request.log_uniform, "self.position + offset",
+           "self.position + offset + 1",
            check_methods),
-    Mutant("position of the token", oracle.Step.draw, "self.position + offset", "self.position + offset + 1", check_methods),
+    Mutant("position of the token", oracle.Request.draw, "self.position + offset", "self.position + offset + 1",
+           check_methods),
 ]  # fmt: skip
 
 

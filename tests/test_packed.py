@@ -17,7 +17,7 @@ from tests.support.packing import (
 
 
 def eight_rows(device: str) -> dict:
-    """Three drafts at most, eight rows, five slots."""
+    """Return a call with at most three drafts, eight rows and five slots."""
     batch = case(8, 3, 50, torch.float32).to(device)
     return {
         "target_logits": batch.target_logits[:, 0],
@@ -81,7 +81,7 @@ def eight_rows(device: str) -> dict:
 )
 def test_errors_name_the_argument(argument, value, error):
     call = {**eight_rows("cpu"), "row_starts": torch.tensor([0, 4, 4, 5, 8]), "slots": torch.tensor([4, 99, 2, 1])}
-    call["draft_token_ids"][3] = call["draft_token_ids"][7] = 10**6  # nobody's, and those of last rows
+    call["draft_token_ids"][3] = call["draft_token_ids"][7] = 10**6  # ids of unused rows and of last rows
     call["temperature"][3] = -1  # nobody's
     sampler_of("block").packed(**call)
     call[argument] = torch.tensor(value) if isinstance(value, list) else value
@@ -119,7 +119,7 @@ def test_without_slots_there_must_be_one_for_each_request():
 
 
 def test_seeds_that_are_not_given_are_drawn_for_each_request(place):
-    """Not for each slot: requests that share one draw different tokens."""
+    """Not for each slot: requests with a common slot draw different tokens."""
     batch = case(6, 0, 40, torch.float32, greedy=0).to(place[1])
     even, slots = torch.zeros_like(batch.target_logits), torch.zeros(6, dtype=torch.int64, device=place[1])
     sampler, temperature = sampler_of("strict", place[0]), torch.ones(1, device=place[1])
@@ -139,7 +139,7 @@ def test_statistics_count_packed_output(place):
     stats[1].update(sampler.packed(**packed_rows(batch, counts), draft_logits=batch.draft_logits, seeds=0))
     no_rows = torch.zeros(81, dtype=torch.int64, device=place[1])
     no_logits = batch.target_logits[:0, 0]
-    stats[1].update(sampler.packed(no_logits, no_rows[:0], no_rows, num_draft_tokens=3))  # which count as nothing
+    stats[1].update(sampler.packed(no_logits, no_rows[:0], no_rows, num_draft_tokens=3))  # these count as no requests
     assert str(stats[0]) == str(stats[1])
     assert stats[1].accepted_tokens > 0
 

@@ -1,7 +1,4 @@
-"""Every page of the site loads without an error, is no wider than the screen, and hides no part of a table or of code: on a
-desk all of it is shown, on smaller screens the rest is a scroll away, and a shadow says so. On a phone, figures and widgets
-have no text below 12 px.
-"""
+"""Every page of the site loads without an error, is no wider than the screen, and hides no part of a table or of code."""
 
 import re
 
@@ -11,7 +8,7 @@ from tests.support.site import ROOT, Site, built_site, opened, served
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="not in a checkout")
 
-DESK, TABLET, PHONE = 1280, 768, 390
+DESK, TABLET, PHONE, SMALL_PHONE = 1280, 768, 390, 360
 
 EVERYTHING_OPEN = """() => {
   for (const fold of document.querySelectorAll("details")) fold.open = true;
@@ -20,7 +17,7 @@ EVERYTHING_OPEN = """() => {
   document.head.append(style);
 }"""
 
-# Of each table and block of code: what is not seen of its width, whether it can be scrolled, and whether a shadow says so.
+# For each table and code block: its hidden width, whether it can be scrolled, and whether a shadow shows this.
 CLIPPED = """() => [...document.querySelectorAll(".md-content table, .md-content pre")].flatMap((node) => {
   const box = node.matches("pre") ? node.querySelector("code") ?? node
     : node.closest(".md-typeset__scrollwrap") ?? node.parentElement;
@@ -33,7 +30,7 @@ CLIPPED = """() => [...document.querySelectorAll(".md-content table, .md-content
 })"""
 
 
-# Of each picture and widget: its smallest text, if that is shown below 12 px. Widgets are drawn again after a frame.
+# For each picture and widget: its smallest text, if below 12 px. Widgets are drawn again after a frame.
 SMALL_TEXT = """async () => {
   const figures = document.querySelectorAll(".md-content :is(svg[role=img], .sd-widget, .steps, .legend)");
   if (figures.length) await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
@@ -62,7 +59,7 @@ def server(site):
 
 
 NO_SEARCH = "ERR_FAILED|Network error"
-"""What the page says of its search, whose index it is not given here: that takes long to read."""
+"""The page's message about its search, whose index is blocked here because reading it takes long."""
 
 TOO_WIDE = "document.documentElement.scrollWidth > window.innerWidth"
 
@@ -75,14 +72,10 @@ def test_every_page_loads_and_nothing_is_clipped_or_too_small_on_a_desk_a_tablet
             page = file.relative_to(site.folder).as_posix().removesuffix("index.html")
             if page == "404.html":
                 continue
-            tab.set_viewport_size({"width": 1440, "height": 800})
+            tab.set_viewport_size({"width": DESK, "height": 800})
             tab.emulate_media(color_scheme="light")
             tab.goto(server.address + page)
             too_wide = [tab.evaluate(TOO_WIDE)]
-            tab.emulate_media(color_scheme="dark")
-            tab.set_viewport_size({"width": 360, "height": 800})
-            if any([*too_wide, tab.evaluate(TOO_WIDE)]):
-                wrong.append(f"{page}: wider than the screen")
             tab.evaluate(EVERYTHING_OPEN)
             for width in (DESK, TABLET, PHONE):
                 tab.set_viewport_size({"width": width, "height": 800})
@@ -90,6 +83,10 @@ def test_every_page_loads_and_nothing_is_clipped_or_too_small_on_a_desk_a_tablet
                     if width == DESK or not found["visibly"]:
                         wrong.append(f"{page} at {width}: {found['hidden']} px of {found['what']}")
             wrong += [f"{page} at {PHONE}: text of {found}" for found in tab.evaluate(SMALL_TEXT)]
+            tab.emulate_media(color_scheme="dark")
+            tab.set_viewport_size({"width": SMALL_PHONE, "height": 800})
+            if any([*too_wide, tab.evaluate(TOO_WIDE)]):
+                wrong.append(f"{page}: wider than the screen")
             wrong += [f"{page}: {complaint}" for complaint in complaints if not re.search(NO_SEARCH, complaint)]
             complaints.clear()
     assert not wrong, "\n".join(wrong)

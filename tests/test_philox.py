@@ -1,8 +1,8 @@
 """The noise contract: Philox4x32-10 as its authors publish it, the counter's layout, and numbers that are independent.
 
-Statistical tests use 65,536 numbers; each would reject a right generator once in a million runs. Their seeds are fixed, so
-every run has the same result. With 63 degrees of freedom such a test detects a distribution that is wrong by a total
-variation of 0.023 in 999 runs of 1,000 (4 TV^2 N = 142).
+Statistical tests use 65,536 numbers; each would reject a right generator once in a million runs. Their seeds are fixed,
+so every run has the same result. With 63 degrees of freedom, such a test finds an error of total variation 0.023 in 999
+of 1,000 runs (4 TV^2 N = 142).
 """
 
 import math
@@ -68,7 +68,7 @@ def test_eager_gives_the_published_answers(place, name):
 def spelled_out(seed: int, position: int, index: int, domain: int) -> float:
     """The contract with plain integers: key = seed, counter = (index, position low, position high, domain).
 
-    The number is the nearest float32 to each of the first two words, scaled and added, kept off 0 and 1.
+    Each of the first two words is rounded to float32, scaled and added; the sum is clipped to exclude 0 and 1.
     """
     seed, position = seed % 2**64, position % 2**64
     a, b, c, d, key = index, position % 2**32, position >> 32, domain, (seed % 2**32, seed >> 32)
@@ -81,7 +81,7 @@ def spelled_out(seed: int, position: int, index: int, domain: int) -> float:
 
 
 def check_layout() -> None:
-    """Every bit of the seed, position, index and domain has its place."""
+    """Every bit of the seed, position, index and domain is used at its own place."""
     for domain in DOMAINS:
         for seed in SEEDS:
             for position in POSITIONS:
@@ -144,13 +144,13 @@ def test_every_draft_of_a_step_has_domains_of_its_own():
 
 
 def made_of(words: tuple[int, int], make: Callable) -> float:
-    """Return the number that `make` makes of a pair of words."""
+    """Return the number that `make` computes from a pair of words."""
     with mock.patch.object(reference, "philox4x32", return_value=(*map(np.uint64, words), None, None)):
         return float(make(0, 0, 0, reference.Domain.ACCEPT))
 
 
 def check_ends() -> None:
-    """No words make 0 or 1, and Gumbel numbers are finite."""
+    """No words give 0 or 1, and Gumbel numbers are finite."""
     numbers = [made_of(words, reference.uniform) for words in EXTREMES]
     assert all(0 < number < 1 for number in numbers)
     assert (min(numbers), max(numbers)) == (2.0**-65, 1 - 2.0**-24)
@@ -171,7 +171,7 @@ def test_no_words_make_0_or_1_in_eager(place, words):
 
 
 def test_small_numbers_keep_their_precision():
-    # What lets a token 40 nats below another be drawn: u near 2^-60 is not rounded to a multiple of 2^-24 or 2^-32.
+    # A token 40 nats below another can be drawn because u near 2^-60 is not rounded to a multiple of 2^-24 or 2^-32.
     assert made_of((0, 3), reference.uniform) == 3 * 2.0**-64
     assert made_of((1, 2**31), reference.uniform) == 2.0**-32 + 2.0**-33
 
@@ -187,7 +187,7 @@ def numbers(seed: int = 5, position: int = 3, shift: int = 0, domain: int = 0) -
 
 
 def over_positions(seed: int = 5, shift: int = 0, domain: int = 0) -> np.ndarray:
-    """One number for each of many positions, as accept decisions use them."""
+    """Return one number for each of many positions, as for accept decisions."""
     return np.array([float(reference.uniform(seed, shift + i, 0, domain)) for i in range(COUNT // 8)])
 
 
@@ -197,7 +197,7 @@ def assert_uniform(cells: np.ndarray, num_cells: int = 64) -> None:
 
 
 def assert_independent(one: np.ndarray, other: np.ndarray) -> None:
-    """Pairs are uniform over 8 x 8 cells."""
+    """Check that pairs are uniform over 8 x 8 cells."""
     assert_uniform((8 * one).astype(int) * 8 + (8 * other).astype(int))
 
 
@@ -206,7 +206,7 @@ def assert_independent(one: np.ndarray, other: np.ndarray) -> None:
 def test_numbers_are_uniform_over_indices(domain, position):
     uniforms = numbers(position=position, domain=domain)
     assert_uniform((64 * uniforms).astype(int))
-    # So are the bits below the first six: what decides between two close thresholds.
+    # Also the bits below the first six, which decide between two close thresholds.
     assert_uniform((64 * (2**12 * uniforms % 1)).astype(int))
 
 
@@ -219,7 +219,7 @@ def test_numbers_are_uniform_over_positions_and_seeds():
 
 
 def check_neighbours() -> None:
-    """Numbers that differ in one thing alone, by 1 or by a high word, are independent."""
+    """Check that numbers are independent if one input differs, by 1 or in the high word."""
     for change in [
         {"seed": 6},
         {"seed": 5 + 2**32},

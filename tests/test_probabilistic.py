@@ -18,7 +18,7 @@ from tests.support.differential import like_a_device
 @pytest.mark.parametrize(("temperature", "height"), [(1e-6, 20.0), (1e-4, 20.0), (1.0, 1e5)])
 def test_a_logsumexp_too_large_for_float32_does_not_change_the_distribution(place, temperature, height):
     # Both draft tokens are equally likely, and the target's differ by a rounding of the height. log q = -log 2 is the
-    # difference of two numbers of size height / temperature, which float32 would get wrong by up to a nat.
+    # difference of two numbers of size height / temperature; in float32 its error would be up to a nat.
     backend, device = place
     requests = 20_000
     above = float(np.nextafter(np.float32(height), np.float32(np.inf)))

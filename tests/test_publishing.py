@@ -1,4 +1,4 @@
-"""What publishes the package says what is true: versions, dates, addresses, and the commands of the gate."""
+"""The files for publishing are consistent: versions, dates, addresses, and the commands of the gate."""
 
 import importlib
 import re
@@ -28,7 +28,7 @@ def workflow(name: str) -> dict:
 
 @pytest.fixture(scope="module")
 def hatch_build():
-    """The build's hook. It runs where hatchling is installed; here it is given the class that it derives from."""
+    """The build's hook. It needs hatchling; here its base class is replaced."""
     name = "hatchling.metadata.plugin.interface"
     interface = ModuleType(name)
     interface.MetadataHookInterface = object

@@ -35,7 +35,7 @@ def test_each_example_of_the_readme_runs_alone_and_prints_what_it_shows():
 
 
 NEEDS_THE_SITE = re.compile(r"^ *```(figure|benchmark|source|\{)|--8<--|`#!|^:::|^===|^(!!!|\?\?\?)|^ *<div", re.M)
-"""What only the site shows as it is meant."""
+"""Syntax that only the site renders."""
 
 
 def test_links_lead_to_files_that_read_well_as_they_are():

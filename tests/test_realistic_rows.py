@@ -28,8 +28,8 @@ SMOLLM2 = {
 }
 """The tolerated factor, and the 10, 50 and 90 % quantiles of 2,048 rows of SmolLM2-135M-Instruct: bfloat16, technical text.
 
-Factors are just above the largest deviation of 256 rows in eight seeds: few rows have noisy quantiles, most of all top-p's
-at T = 1. A tenth of a nat is added to entropies, as the least are near 0.
+Factors are just above the largest deviation of 256 rows in eight seeds: quantiles of few rows are noisy, most of all
+top-p's at T = 1. A tenth of a nat is added to entropies, because the smallest are near 0.
 """
 
 
@@ -91,7 +91,7 @@ def test_drafts_overlap_as_stated(rows):
 
 
 def test_rows_of_random_numbers_have_another_structure():
-    """Rows of `3 * randn` at T = 1 are wider than nine in ten real ones; likely tokens are anywhere."""
+    """Rows of `3 * randn` at T = 1 are wider than nine in ten real rows, and likely tokens are anywhere."""
     found = quantiles_of((3 * torch.randn(16, 49_152, generator=torch.Generator().manual_seed(0))).bfloat16())
     assert found["entropy, T = 1"][0] > SMOLLM2["entropy, T = 1"][1][2]
     assert found["at or above the 16th block maximum"][1] < 24

@@ -30,7 +30,7 @@ def test_all_is_sorted_and_complete():
 
 
 def parameters(function) -> list[tuple]:
-    """(name, default, keyword-only) of each parameter but self."""
+    """Return (name, default, keyword-only) of each parameter except self."""
     described = [
         (parameter.name, parameter.default, parameter.kind is parameter.KEYWORD_ONLY)
         for parameter in inspect.signature(function).parameters.values()

@@ -35,7 +35,7 @@ def mean_of_joint(base_rate: float, decay: float, num_draft_tokens: int) -> floa
 
 
 def check_decay_schedule(schedule: AcceptanceSchedule, rate: float, num_draft_tokens: int, min_decay: float) -> None:
-    """Assert everything that the decay shape promises."""
+    """Assert all promises of the decay shape."""
     base_rate, decay = schedule.base_rate, schedule.decay
     assert base_rate is not None
     assert decay is not None
@@ -91,7 +91,7 @@ def bisect(rising: Callable[[float], float], goal: float, low: float, halvings: 
 
 
 class Unchecked(AcceptanceSchedule):
-    """A schedule whose numbers need not belong together, as a mistake may have made them."""
+    """A schedule whose numbers may be inconsistent, as a mistake may have made them."""
 
     def __post_init__(self) -> None: ...
 
@@ -104,7 +104,7 @@ def maker(
     halvings: int = 200,
     schedule: type[Unchecked] = Unchecked,
 ) -> Maker:
-    """Return a solver from its parts, right where no part is given."""
+    """Return a solver made of parts; parts that are not given are right."""
 
     def make(rate: float, num_draft_tokens: int, min_decay: float) -> AcceptanceSchedule:
         def reached(base_rate: float, decay: float) -> float:

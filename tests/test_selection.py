@@ -24,7 +24,7 @@ def test_sample_equals_the_reference_token_for_token(place, vocab, dtype, temper
     logits = (3 * torch.randn(40, vocab, generator=generator)).to(dtype)
     seeds = torch.randint(-(2**63), 2**63 - 1, (40,), generator=generator)
     positions = torch.randint(0, 2**62, (40,), generator=generator)
-    # The drafts of "strict" are what `sample` would draw, which takes no backend.
+    # The drafts of "strict" are the tokens of `sample`, which takes no backend.
     draw = RejectionSampler("strict", backend=backend).draft
     tokens = draw(logits.to(device), temperature, seeds.to(device), positions.to(device)).token_ids.tolist()
     band = band_of(dtype, backend)
@@ -38,7 +38,7 @@ def test_sample_equals_the_reference_token_for_token(place, vocab, dtype, temper
 def test_sample_has_the_distribution_of_the_softmax(place, vocab, temperature):
     _, device = place
     requests = REQUESTS if vocab < 100 else 20_000
-    # Over several blocks only a few tokens, on both sides of each block's end, have any weight.
+    # With several blocks, only a few tokens around each block's end have weight.
     logits = np.full(vocab, -np.inf)
     spread = np.arange(vocab) if vocab < 100 else np.array([0, 1, 1023, 1024, 1025, 2047, 2048, vocab - 1])
     logits[spread] = np.random.default_rng(vocab).normal(size=len(spread))
@@ -69,11 +69,11 @@ def test_rare_tokens_are_drawn_as_often_as_they_should(place):
     low, high = poisson.ppf([FALSE_ALARM / 2, 1 - FALSE_ALARM / 2], expected)
     assert 32.7 < expected < 32.9
     assert low <= len(hits) <= high
-    assert len(hits.unique()) >= len(hits) - 1  # spread over the tail, not one lucky token
+    assert len(hits.unique()) >= len(hits) - 1  # spread over the tail, not a single token
 
 
 def test_a_last_block_of_one_token_counts_as_any_other(place):
-    # One token behind whole blocks, as likely as all others together: in the sum of a row, and to be drawn.
+    # One token after whole blocks, as likely as all others together: it must count in the row's sum, and be drawn.
     backend, device = place
     vocab, requests = 2 * BLOCK_SIZE + 1, 2_000
     logits = torch.zeros(vocab, device=device)

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from itertools import product
 from types import SimpleNamespace as Namespace
+from typing import get_args
 from unittest.mock import Mock
 
 import numpy as np
@@ -18,18 +19,19 @@ from specdecode import RejectionSampler, Sampling, backends, integrations, sampl
 from specdecode.arguments import check_verification
 from specdecode.batch import VerificationBatch
 from specdecode.integrations import sglang
+from specdecode.integrations.engine import EngineMethod
 from specdecode.integrations.sglang import EagleSample
 from tests.conftest import HAS_TRITON, ON_GPU
 from tests.support import distributions
 
-METHODS = ["probabilistic", "block", "strict"]
+METHODS = list(get_args(EngineMethod))
 DEVICE = "cuda" if ON_GPU else "cpu"
 ALL_TOKENS = 1 << 30
-"""How SGLang says that top-k keeps all tokens."""
+"""SGLang's value of top-k that keeps all tokens."""
 
 
 def engine(rejection_sampling=False, threshold=1.0, threshold_acc=1.0, simulated=False, world_size=1):
-    """What SGLang answers."""
+    """Return a stand-in for SGLang's state."""
     settings = Namespace(
         speculative_use_rejection_sampling=rejection_sampling,
         speculative_accept_threshold_single=threshold,
@@ -45,7 +47,7 @@ def engine(rejection_sampling=False, threshold=1.0, threshold_acc=1.0, simulated
 
 
 def chain(drafts, draft_probs=None):
-    """SGLang's verify input for drafts [batch, num_draft_tokens]; token 3 is each request's last."""
+    """Return SGLang's verify input for drafts [batch, num_draft_tokens]; token 3 is each request's last."""
     batch, num_draft_tokens = drafts.shape
     last = torch.full((batch, 1), 3)
     return Namespace(
@@ -58,7 +60,7 @@ def chain(drafts, draft_probs=None):
 
 
 def batch_of(temperature, top_k=None, top_p=None, min_p=None, seeds=None, lengths=None):
-    """SGLang's batch: temperature 0 is written as temperature 1 and top-k 1."""
+    """Return SGLang's batch; temperature 0 is written as temperature 1 and top-k 1."""
     greedy = temperature == 0
     top_ks = torch.where(greedy, 1, ALL_TOKENS if top_k is None else top_k).to(torch.int32)
     info = Namespace(
@@ -100,7 +102,7 @@ def never(*_, **__):
 
 
 def drafted(batch=40, num_draft_tokens=3, vocab=50, scale=1.0, seed=0):
-    """Logits, and drafts that are mostly the argmax."""
+    """Return logits, and drafts that are mostly the argmax."""
     generator = torch.Generator().manual_seed(seed)
     logits = scale * torch.randn(batch, num_draft_tokens + 1, vocab, generator=generator)
     drafts = logits[:, :-1].argmax(dim=-1)
@@ -108,7 +110,7 @@ def drafted(batch=40, num_draft_tokens=3, vocab=50, scale=1.0, seed=0):
     return logits, torch.where(torch.rand(drafts.shape, generator=generator) < 0.3, others, drafts)
 
 
-# ---- What is verified here -------------------------------------------------------------------------------------------
+# ---- Steps verified here ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rejection_sampling", [False, True])
@@ -156,7 +158,7 @@ def test_drafts_from_probabilities_are_verified_for_a_truncated_target(method):
     generator = torch.Generator().manual_seed(5)
     target, draft = 0.7 * torch.randn(2, vocab, generator=generator)
     temperature = torch.tensor([0.6, 1.4]).repeat(requests // 2)
-    draft_probs = (draft / 0.9).softmax(dim=0).expand(requests, 1, vocab)  # at a temperature of its own
+    draft_probs = (draft / 0.9).softmax(dim=0).expand(requests, 1, vocab)  # at its own temperature
     drafts = torch.multinomial(draft_probs[:, 0], 1, generator=generator)
     batch = batch_of(temperature, top_k=4, top_p=0.9, seeds=torch.arange(requests))
     hook = EagleSample(method, engine(rejection_sampling=True))
@@ -188,7 +190,7 @@ def test_steps_are_distributed_as_the_method_says_whatever_the_probabilities_of_
         draft_probs = target_probs[:-1]
     drafts = torch.multinomial(draft_probs, requests, replacement=True, generator=generator).T
     given, rule = draft_probs.expand(requests, DRAFTS, VOCAB), method
-    if proposal == "point masses":  # SGLang's, where another server has sent drafts without what they were drawn from
+    if proposal == "point masses":  # SGLang's fallback for drafts of another server without their probabilities
         given, rule = torch.nn.functional.one_hot(drafts, VOCAB), "one-hot"
     batch = batch_of(torch.full((requests,), 0.7), seeds=torch.arange(requests))
     hook, output = EagleSample(method, engine(rejection_sampling=True)), logits_output(target.repeat(requests, 1, 1))
@@ -256,7 +258,7 @@ def test_requests_have_other_noise_at_each_position_and_other_seeds_when_they_ch
 @pytest.mark.parametrize("method", METHODS)
 def test_steps_of_greedy_requests_need_no_draft_probabilities(method, width):
     logits, drafts = drafted()
-    draft_probs = None if width is None else torch.rand(40, 3, width)  # None is what SGLang gives
+    draft_probs = None if width is None else torch.rand(40, 3, width)  # SGLang passes None
     results = EagleSample(method, engine(rejection_sampling=True))(
         never, chain(drafts, draft_probs), batch_of(torch.zeros(40)), logits_output(logits)
     )
@@ -319,7 +321,7 @@ def test_grammar_masks_are_applied_first_and_logits_are_checked_as_sglang_does()
 
 @pytest.mark.parametrize("method", METHODS)
 def test_penalties_and_biases_are_those_of_all_rows_of_a_request(method):
-    """In SGLang's order: what is added, the factor of negative logits and divisor of others, the bias."""
+    """In SGLang's order: the terms, the factor of negative and divisor of positive logits, the bias."""
     logits, drafts = drafted()
     generator = torch.Generator().manual_seed(1)
     added, bias = torch.randn(2, 40, 50, generator=generator)
@@ -332,7 +334,9 @@ def test_penalties_and_biases_are_those_of_all_rows_of_a_request(method):
     batch.sampling_info.acc_scaling_penalties, batch.sampling_info.logit_bias = factors, bias
     hook = EagleSample(method, engine())
     results = hook(never, chain(drafts), batch, output)
-    assert torch.equal(output.next_token_logits, penalized.flatten(0, 1))  # of which SGLang takes log-probabilities
+    assert torch.equal(
+        output.next_token_logits, penalized.flatten(0, 1)
+    )  # SGLang computes log-probabilities from these
     assert emitted(*results) == emitted(*hook(never, chain(drafts), plain, logits_output(penalized)))
     assert emitted(*results) != emitted(*hook(never, chain(drafts), plain, logits_output(logits)))
 
@@ -346,7 +350,7 @@ def test_ranks_that_must_agree_are_sent_the_results_of_the_first():
     assert all(call.kwargs == {"src": 0} for call in sent)
     answers = engine(world_size=2)
     EagleSample("strict", answers)(never, chain(drafts), batch_of(torch.zeros(40)), logits_output(logits))
-    answers.ranks().broadcast.assert_not_called()  # greedy: they have the same
+    answers.ranks().broadcast.assert_not_called()  # greedy: equal on all ranks
 
 
 @pytest.mark.parametrize("seeded", [False, True])
@@ -389,14 +393,14 @@ def test_steps_that_are_not_checked_again_pass_on_what_checked_ones_do(
 TREE = [-1, 0, 0, 1, 1, 2, 3], [3, 0, 1, 2, 0, 1, 1]
 """Parents and tokens of a tree of depth 3, over four tokens."""
 OTHER_TREE = [-1, 0, 1, -1, 2, 0, 0], [3, 2, 2, 1, 3, 0, 3]
-"""Another, in which node 3 is padding."""
+"""Another tree, in which node 3 is padding."""
 TREE_DEPTH = 3
 
 
 def tree(token_ids, parents, max_depth=TREE_DEPTH, topk=4):
-    """SGLang's verify input for trees [batch, nodes]: as its kernel builds them, the children of a node are linked in order.
+    """Return SGLang's verify input for trees [batch, nodes]; the children of a node are linked in order, as in SGLang.
 
-    Nodes with parent -1 are linked to no other.
+    Nodes with parent -1 are not linked.
     """
     requests, nodes = token_ids.shape
     next_token, next_sibling = torch.full((2, requests, nodes), -1)
@@ -417,14 +421,14 @@ def tree(token_ids, parents, max_depth=TREE_DEPTH, topk=4):
 
 
 def repeated(verify_input, times):
-    """The trees of a verify input, for so many times as many requests."""
+    """Return the trees of a verify input, repeated `times` times."""
     tensors = {name: each for name, each in vars(verify_input).items() if isinstance(each, torch.Tensor)}
     tensors = {name: each.repeat(times, *[1] * (each.ndim - 1)).to(DEVICE) for name, each in tensors.items()}
     return Namespace(**vars(verify_input) | tensors)
 
 
 def drafted_trees(batch=40, nodes=9, vocab=50, seed=0):
-    """Logits, token ids and parents of trees that differ: children are among the likeliest, one node in eight is padding."""
+    """Return logits, token ids and parents of different trees: children are likely tokens, one node in eight is padding."""
     generator = torch.Generator().manual_seed(seed)
     logits = 4 * torch.randn(batch, nodes, vocab, generator=generator)
     likeliest = logits.topk(3, dim=-1).indices
@@ -457,7 +461,7 @@ def walked(verify_input, own):
 
 
 def assert_walked(results, verify_input, own):
-    """Assert that results have the layout of SGLang's and equal the walk; return the number of tokens of each."""
+    """Assert that results have SGLang's layout and equal the walk; return the number of tokens of each."""
     predict, accept_lens, accept_index = results
     width, num_nodes = verify_input.max_tree_depth, verify_input.draft_token_num
     assert [each.dtype for each in results] == [torch.int32] * 3
@@ -516,7 +520,7 @@ def test_results_are_as_wide_as_sglangs_depth(nodes, max_depth):
 
 
 def distribution_of_walks(probs, parents, token_ids, max_depth=TREE_DEPTH):
-    """Return the probability of all that the walk through a tree can emit, given p after each node."""
+    """Return the probability of each output of the walk through a tree, given p after each node."""
     steps = Counter()
 
     def visit(node, emitted, reached):
@@ -534,7 +538,7 @@ def distribution_of_walks(probs, parents, token_ids, max_depth=TREE_DEPTH):
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 3, "top_p": 0.9}], ids=["whole rows", "truncated"])
 @pytest.mark.parametrize("method", METHODS)
 def test_steps_of_trees_are_distributed_as_the_targets_own(method, truncation):
-    """A chi-square for each of two trees: a false alarm once in 10^6, an error of .03 in total variation is seen."""
+    """A chi-square test for each of two trees: a false alarm once in 10^6; an error of total variation .03 is found."""
     requests, trees = 40_000, (TREE, OTHER_TREE)
     target = torch.randn(2, 7, VOCAB, generator=torch.Generator().manual_seed(18))
     parents, token_ids = (torch.tensor(each) for each in zip(*trees))
@@ -614,7 +618,8 @@ def test_all_kernels_of_trees_are_compiled_at_the_first_step_which_is_greedy(mon
     made = plan_of.cache_info().misses
     assert made > 0
     for most in (0, 10**9):  # in rounds, and all rows at once
-        monkeypatch.setattr("specdecode.kernels.tree.LOGITS_A_ROUND", most)
+        limits = dict.fromkeys(("whole", "narrow", "wide"), most)
+        monkeypatch.setattr("specdecode.kernels.tree.LOGITS_A_ROUND", limits)
         for requests in (1, 13):
             step(requests, temperature=0.8)
             step(requests, temperature=0.8, top_p=0.9)
@@ -622,7 +627,7 @@ def test_all_kernels_of_trees_are_compiled_at_the_first_step_which_is_greedy(mon
     assert [record.getMessage() for record in caplog.records] == ["specdecode: 'strict' verifies draft trees"]
 
 
-# ---- What is left to SGLang ------------------------------------------------------------------------------------------
+# ---- Steps left to SGLang --------------------------------------------------------------------------------------------
 
 REASONS = {
     "a tree of Uno": {"uno_target_max_top_k": 8},
@@ -686,7 +691,7 @@ def test_idle_batches_go_to_sglang_and_are_not_counted():
 
 @pytest.fixture
 def registry(monkeypatch):
-    """A module in the place of SGLang's registry of hooks."""
+    """Replace SGLang's registry of hooks by a module."""
     name = "sglang.srt.plugins.hook_registry"
     module = Namespace(HookRegistry=Mock(), HookType=Namespace(AROUND="around"))
     for parent in ("sglang", "sglang.srt", "sglang.srt.plugins"):
@@ -727,7 +732,7 @@ ON_GPU_ONLY = "the engine's kernels for this run on a GPU only"
 
 
 def links(batch, num_rows):
-    """A chain as a tree: the row of each token, the token after it, and that it has no siblings."""
+    """Return a chain as a tree: the row of each token, the next token, and no siblings."""
     rows = torch.arange(batch * num_rows, device=DEVICE).view(batch, num_rows)
     follows = torch.tensor([*range(1, num_rows), -1], device=DEVICE).expand_as(rows).contiguous()
     return {
@@ -762,7 +767,7 @@ def test_greedy_requests_emit_what_sglang_emits(method):
 
 
 def drawn():
-    """Target logits, probabilities of drafts at temperature 0.7, and drafts drawn from these, which differ by request."""
+    """Return target logits, draft probabilities at temperature 0.7, and drafts drawn from them, different by request."""
     generator = torch.Generator().manual_seed(4)
     target = torch.randn(DRAFTS + 1, VOCAB, generator=generator)
     draft = target[:-1] + torch.randn(DRAFTS, VOCAB, generator=generator)
@@ -776,7 +781,7 @@ def for_all(rows):
 
 
 def kept(probs, top_k=VOCAB, top_p=1.0):
-    """Probabilities of truncated rows: top-k, then top-p."""
+    """Return the probabilities of truncated rows: top-k, then top-p."""
     weights, order = probs.sort(dim=1, descending=True)
     weights[:, top_k:] = 0
     weights /= weights.sum(dim=1, keepdim=True)
@@ -785,10 +790,10 @@ def kept(probs, top_k=VOCAB, top_p=1.0):
 
 
 def distribution_of_steps(rule, target, draft):
-    """Return the probabilities of all that a step can emit, the shortest first; rows are p and q.
+    """Return the probability of each output of a step, the shortest first; rows are p and q.
 
-    Drafts x are emitted with a probability A(x), which the rule says. One more token y follows them, accepted or not, with
-    probability A(x) p(y). So y was not an accepted draft with probability A(x) p(y) - A(xy).
+    Drafts x are emitted with a probability A(x), given by the rule. One more token y follows them, as an accepted draft
+    or not, with probability A(x) p(y). So y is not an accepted draft with probability A(x) p(y) - A(xy).
     """
     accepted = drafted = np.ones(1)  # A and the probability that x is drafted
     steps = []
@@ -804,7 +809,7 @@ def distribution_of_steps(rule, target, draft):
 
 
 def counts_of(steps):
-    """Count how often each of all possible steps was emitted, in the order of `distribution_of_steps`."""
+    """Return the count of each possible output, in the order of `distribution_of_steps`."""
     seen = Counter(map(tuple, steps))
     lengths = range(1, DRAFTS + 2)
     return np.array([seen[kind] for length in lengths for kind in product(range(VOCAB), repeat=length)])

@@ -1,4 +1,4 @@
-"""Vocabulary shards: every rank gets the bits that one process gets from the whole logits, whatever a call asks for."""
+"""Vocabulary shards: every rank returns the same bits as one process with the whole logits, for all options."""
 
 import importlib.util
 from functools import partial
@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdecode import Adjustments, RejectionSampler, Sampling, VocabShard, eager, sample
 from tests.conftest import HAS_TRITON
+from tests.support.calls import METHODS
 from tests.support.differential import case, like_a_device
 from tests.support.packing import packed_rows
 from tests.support.ranks import Ranks, groups, made_once, on_ranks
-from tests.support.sharded_calls import METHODS, columns, differences, random_call, sampler_of, verified
+from tests.support.sharded_calls import columns, differences, random_call, sampler_of, verified
 
 NAN, INF = float("nan"), float("inf")
 EXAMPLE = Path(__file__).parent.parent / "docs" / "use" / "tensor_parallel.py"
@@ -34,7 +35,7 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 def of_ranks(ranks: Ranks, method: str, call: dict, whole_drafts: bool = False) -> Any:
-    """The output of every rank, which is the same."""
+    """Return the output of every rank, after checking that all are equal."""
     first, *others = ranks.run(lambda shard: partial(verify, sampler_of(method, shard)), call, whole_drafts)
     for other in others:
         assert_same(other, first)
@@ -52,7 +53,7 @@ def verify(sampler: RejectionSampler, **call: Any) -> Any:
 
 @pytest.mark.parametrize("bounds", [TWO, THREE, EMPTY, EVEN], ids=str)
 def test_every_rank_returns_the_bits_of_one_process(bounds, ranks_of):
-    """Calls of every method and option, padded and packed; of fewer requests than ranks; draft rows whole or columns."""
+    """Calls of every method and option, padded and packed, with few or many requests; draft rows whole or columns."""
     ranks = ranks_of(*bounds)
     for seed in range(40):
         method, call = random_call(seed, ranks.vocab_size)
@@ -107,7 +108,7 @@ def test_one_rank_may_hold_all_tokens_and_draft_rows_may_be_whole_on_the_others(
 
 
 def test_each_rank_verifies_its_share_of_the_requests_and_reads_whole_rows():
-    """An equal share; nobody computes what another does."""
+    """An equal share; no rank computes the work of another."""
     ranks, seen, verify_rows = Ranks(*THREE), [], eager.verify
 
     def noted(method: str, batch: Any, schedule: Any) -> Any:
@@ -124,7 +125,7 @@ def test_each_rank_verifies_its_share_of_the_requests_and_reads_whole_rows():
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of infinities in the interpreter
 def test_what_a_backend_refuses_is_refused_on_every_rank(ranks_of):
-    """Also where a rank has no request of its own; and packed calls are not refused for copies made of their arguments."""
+    """Also where a rank has no request; and packed calls are not refused because of copies of their arguments."""
     ranks, batch = ranks_of(*THREE), case(2, 1, 900, torch.float32)
     call = vars(batch) | {"top_k": 5, "draft_sampling": Sampling(batch.temperature.clone(), top_k=5)}
     errors = on_ranks(
@@ -160,7 +161,7 @@ def test_nothing_is_read_on_the_host(ranks_of, monkeypatch):
     ranks = ranks_of(*THREE)
     calls = [random_call(seed, 900) for seed in range(12)]
     expected = [of_ranks(ranks, *call) for call in calls]
-    monkeypatch.setattr(Tensor, "tolist", None)  # which copies all at once
+    monkeypatch.setattr(Tensor, "tolist", None)  # this copies all requests at once
 
     def rank(index: int) -> list[Any]:
         mine = [(method, columns(call, *ranks.parts[index], 900)) for method, call in calls]
@@ -178,7 +179,7 @@ def test_nothing_is_read_on_the_host(ranks_of, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_captured_call_is_replayed_with_new_inputs(method):
-    """On one GPU, so a group of one rank: what is captured is the same."""
+    """On one GPU, so with a group of one rank, which captures the same operations."""
     store = distributed.HashStore()
     distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:
@@ -201,7 +202,7 @@ def test_a_captured_call_is_replayed_with_new_inputs(method):
 
 def test_seeds_that_are_not_given_differ_from_call_to_call_and_agree_on_all_ranks(ranks_of):
     ranks, logits = ranks_of(*TWO), torch.zeros(64, 3, 2051)
-    logits[..., [5, 2000]] = 30.0  # each draft is accepted in every other case: with other seeds, others are
+    logits[..., [5, 2000]] = 30.0  # each draft is accepted with probability 1/2, so other seeds accept others
     call = {"target_logits": logits, "draft_token_ids": torch.full((64, 2), 5)}
     first, second = (of_ranks(ranks, "probabilistic", call).token_ids for _ in range(2))
     assert not torch.equal(first, second)
@@ -212,7 +213,7 @@ def test_the_example_writes_the_text_of_one_process_on_two():
     example = import_file(EXAMPLE)
     load = example.AutoModelForCausalLM.from_pretrained
     models = {folder: load(folder, dtype=torch.float32) for folder in (example.TARGET, example.DRAFT)}
-    with mock.patch.object(example, "AutoModelForCausalLM") as loader:  # which is not made for several threads
+    with mock.patch.object(example, "AutoModelForCausalLM") as loader:  # not thread-safe
         loader.from_pretrained = lambda folder, dtype: models[folder]
         runs = [on_ranks(example.generate, [(group, "block", "def ", 12) for group in groups(size)]) for size in (1, 2)]
     texts = [text for run in runs for text, _ in run]
@@ -327,7 +328,7 @@ def test_a_rank_that_does_not_come_ends_the_wait_of_the_others():
 
 
 def test_a_rank_that_fails_in_a_step_ends_the_wait_of_the_others():
-    """In each exchange of a step: of rows, and of results."""
+    """In both exchanges of a step: rows, and results."""
     call = vars(case(2, 1, 2051, torch.float32))
     for method_called in ("own_rows", "gather"):
         members = groups(2, seconds=0.5)

@@ -1,4 +1,4 @@
-"""The small kernels: the oracle's tokens, in either version; they are as short as promised, and compile for a GPU."""
+"""The small kernels: the oracle's tokens in both versions; length on a page; compilation for a GPU."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from reference import oracle
-from reference.kernels import block, greedy, probabilistic, strict
+from reference.kernels import block, greedy, probabilistic, strict, tree
 from reference.sampling import sample
 from tests.conftest import ON_GPU
 from tests.support.differential import FLOAT32_BAND, assert_same_tokens, case
@@ -22,7 +22,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 METHODS = {"greedy": greedy, "strict": strict, "probabilistic": probabilistic, "block": block}
 TEMPERATURE = 0.7
 
-# NumPy, with which kernels are interpreted, warns about infinities.
+# The interpreter computes with NumPy, which warns about infinities.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -70,7 +70,7 @@ def test_small_kernels_emit_the_oracles_tokens(method):
         if method == "greedy":
             target[:, :, [5, sizes[2] - 1]] = 20.0  # a tie, in two blocks if there are two
             ids[::2] = 5
-        if method == "strict":  # else hardly any draft is the target's own token
+        if method == "strict":  # otherwise hardly any draft is the target's own token
             ids[::2] = own_tokens(target[::2], keys[::2])[:, : sizes[1]]
         expected = outcomes(method, target, ids, draft, keys)
         for version in ("verify", "verify_by_blocks"):
@@ -94,18 +94,18 @@ def test_small_kernels_follow_the_corner_rules(method, version):
         -torch.inf,
     )  # blocks without weight; p and q have no token in common
     draft[6:] = target[6:, :2]  # p = q: everything is accepted,
-    target[7, 1, ids[7, 1]] = draft[7, 1, ids[7, 1]] = -torch.inf  # but for a draft with p = q = 0
+    target[7, 1, ids[7, 1]] = draft[7, 1, ids[7, 1]] = -torch.inf  # except a draft with p = q = 0
     got = run(method, version, target, ids, draft, keys)
     expected = outcomes(method, target, ids, draft, keys)
     assert_same_tokens(got, expected, FLOAT32_BAND)
     assert (got[:1, 1:] == -1).all()
-    if method in ("probabilistic", "block"):  # where p = q the oracle's margin is 0, which would excuse anything
+    if method in ("probabilistic", "block"):  # where p = q the oracle's margin is 0, which would allow any result
         assert (got[2:] >= 0).sum(dim=1).tolist() == [1, 1, 1, 1, 3, 2]
         assert [outcome.num_accepted for outcome in expected[2:]] == [0, 0, 0, 0, 2, 1]
 
 
 def test_the_residual_of_block_verification_is_that_of_the_running_ratio():
-    """After the first draft c = 1/2. Then c p - q = (.14, -.01, -.63): token 0 alone is left. Of p - q 1 would be, too."""
+    """After the first draft c = 1/2. Then c p - q = (.14, -.01, -.63): only token 0 remains. In p - q token 1 would, too."""
     target = torch.tensor([[0.3, 0.6, 0.1], [0.48, 0.48, 0.04], [1.0, 1.0, 1.0]]).log().repeat(40, 1, 1)
     draft = torch.tensor([[0.6, 0.3, 0.1], [0.1, 0.25, 0.65]]).log().repeat(40, 1, 1)
     keys = torch.stack([torch.arange(40), torch.zeros(40, dtype=torch.int64)], dim=1)
@@ -123,6 +123,32 @@ def test_small_kernels_take_calls_without_drafts(method):
         assert_same_tokens(run(method, version, *arguments), outcomes(method, *arguments), FLOAT32_BAND)
 
 
+def test_the_tree_kernel_walks_as_the_oracle_does():
+    """Nodes of any order, equal siblings, padding and cycles; two blocks and a bit."""
+    generator = torch.Generator().manual_seed(0)
+    requests, nodes, vocab, max_depth = 24 if ON_GPU else 8, 9, 2500, 2
+    target = 12 * torch.randn(requests, nodes, vocab, generator=generator)
+    parents = torch.randint(-1, nodes + 1, (requests, nodes), generator=generator)
+    parents[:, 1:5] = torch.tensor([0, 0, 0, 1])
+    likely = target.topk(2, dim=-1).indices[torch.arange(requests)[:, None], parents.clamp(0, nodes - 1)]
+    ids = likely.gather(2, torch.randint(0, 2, (requests, nodes, 1), generator=generator))[..., 0]
+    keys = torch.randint(0, 2**40, (requests, 2), generator=generator)
+    given = [each.to(DEVICE) for each in (target, ids, parents, keys)]
+    tokens, path = (each.tolist() for each in tree.verify(*given, TEMPERATURE, max_depth))
+    accepted = excused = 0
+    for i, (seed, position) in enumerate(keys.tolist()):
+        arguments = target[i].double().numpy(), ids[i].tolist(), parents[i].tolist()
+        expected = oracle.verify_tree(
+            *arguments, max_depth=max_depth, temperature=TEMPERATURE, seed=seed, position=position
+        )
+        accepted += len(expected.nodes)
+        got = [[each for each in row if each >= 0] for row in (tokens[i], path[i])]
+        excused += got != [expected.token_ids, expected.nodes] and expected.margin < FLOAT32_BAND
+        assert got == [expected.token_ids, expected.nodes] or expected.margin < FLOAT32_BAND
+    assert accepted > requests // 2
+    assert excused <= 1
+
+
 def test_each_small_kernel_fits_on_a_page():
     files = sorted((ROOT / "reference" / "kernels").glob("*.py"))
     assert set(METHODS) < {file.stem for file in files}
@@ -134,13 +160,14 @@ import torch, triton
 from tests.tools.portability import Driver
 driver = Driver(90)
 triton.runtime.driver.set_active(driver)
-from reference.kernels import block, greedy, probabilistic, strict
+from reference.kernels import block, greedy, probabilistic, strict, tree
 target, draft, ids, keys = torch.zeros(2, 4, 33_024), torch.zeros(2, 3, 33_024), *torch.zeros(2, 2, 3, dtype=torch.int64)
 for name in ("verify", "verify_by_blocks"):
     getattr(greedy, name)(target, ids)
     getattr(strict, name)(target, ids, keys, 0.7)
     for method in (probabilistic, block):
         getattr(method, name)(target, ids, draft, keys, 0.7)
+tree.verify(target, torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64), keys, 0.7, 2)
 print(*driver.compiled)
 """
 

@@ -23,25 +23,26 @@ from tests.support.batches import verification_batch
 
 STREAMS = 4
 MOST_BYTES = 300_000_000
-"""Of logits, in one case."""
+"""The most bytes of logits in one case."""
 
 ALIKE = 30
-"""Cases in a row that use the same compiled kernels, or nearly all of the time would go by compiling."""
+"""The number of consecutive cases with the same compiled kernels; otherwise compilation would take nearly all of the
+time."""
 
 FEWEST_AGREE = 0.97
-"""Share of requests. Rounding decides otherwise in about one of 2,000; a wrong kernel, in far more."""
+"""The tolerated share of requests that differ. Rounding changes about one in 2,000; a wrong kernel far more."""
 
 MEAN_RATE = 0.7
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NAN, INF = math.nan, math.inf
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Layouts. What lies between and around the values is poison: NaN, or a token id.
+# Layouts. Memory between and around the values is poison: NaN, or a token id.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def embedded(tensor: Tensor, around: int) -> Tensor:
-    """Put the values into a larger tensor, `around` places from its ends in the last dimension and one in the others."""
+    """Put the values into a larger tensor, `around` elements from its ends in the last dimension and one in the others."""
     margins = [1] * (tensor.ndim - 1) + [around]
     shape = [size + 2 * margin for size, margin in zip(tensor.shape, margins)]
     larger = tensor.new_full(shape, NAN if tensor.is_floating_point() else 0)
@@ -92,7 +93,7 @@ class Case(NamedTuple):
 
 
 def kind_of(seed: int) -> dict:
-    """What compiled kernels depend on, the same for `ALIKE` seeds in a row."""
+    """Return the properties that compiled kernels depend on, equal for `ALIKE` consecutive seeds."""
     pick = random.Random(f"kind {seed // ALIKE}")
     dtype = pick.choice(FLOATS)
     given = pick.choice(["draft logits", "logsumexp", "no draft logits"])
@@ -148,11 +149,11 @@ def make_case(seed: int, device: str, most_bytes: int) -> Case:
     def spoil(logits: Tensor) -> None:
         entries, flat = pick.choice([0, 1, batch, max(1, logits.numel() // 1000)]), logits.view(-1)
         rows = pick.choice([0.0, 0.0, 0.1])
-        for value in (NAN, -INF, INF):  # one after another, for which of several writes to a place wins is left open
+        for value in (NAN, -INF, INF):  # one after another: the order of several writes to one element is undefined
             if logits.numel() > 0:
                 flat.index_fill_(0, integers(0, flat.numel(), entries), value)
             logits.masked_fill_(chance(*logits.shape[:2], 1) < rows, value)
-        if pick.random() < 0.3:  # as a filter of the likeliest tokens leaves them: whole blocks of nothing
+        if pick.random() < 0.3:  # as after a filter of the likeliest tokens: whole blocks of -inf
             logits[..., vocab // 3 :] = -INF
 
     target = pick.choice([0.3, 1.0, 3.0, 10.0]) * normal(batch, drafts + 1, vocab, dtype=kind["target_dtype"])
@@ -212,12 +213,12 @@ def make_case(seed: int, device: str, most_bytes: int) -> Case:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What must hold
+# Conditions
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def check_form(output: SamplerOutput, arguments: dict) -> None:
-    """Each line is drafts as they were given, one token, then -1; shapes and dtypes are the documented ones."""
+    """Check that each line is given drafts, one token, then -1, with the documented shapes and dtypes."""
     batch, rows, vocab = arguments["target_logits"].shape
     ids = arguments["draft_token_ids"].to(torch.int64)
     dtypes = {
@@ -244,12 +245,12 @@ def check_form(output: SamplerOutput, arguments: dict) -> None:
 
 
 def check_case(seed: int, device: str = "cuda", most_bytes: int = MOST_BYTES) -> tuple[int, int | None]:
-    """Run one case in every way; return its requests, and how many got eager's tokens (None: hostile, not compared)."""
+    """Run one case in every way; return the number of requests, and of requests with eager's tokens (None: not compared)."""
     case = make_case(seed, device, most_bytes)
     sampler = RejectionSampler(case.method, backend="triton", schedule=case.schedule)
     kernels = backends.choose("triton", case.arguments["target_logits"])
     batch = verification_batch(**case.arguments)
-    outputs = {"called": sampler(**case.arguments)}  # all are under way before any is looked at
+    outputs = {"called": sampler(**case.arguments)}  # all are launched before any is checked
     for large in (False, True):
         for again in ("", ", again"):
             outputs[f"large={large}{again}"] = kernels.verify(case.method, batch, case.schedule, large=large)
@@ -268,7 +269,7 @@ def check_case(seed: int, device: str = "cuda", most_bytes: int = MOST_BYTES) ->
     expected = RejectionSampler(case.method, backend="eager", schedule=case.schedule)(**case.arguments)
     check_form(expected, case.arguments)
     agreed = int((output.token_ids == expected.token_ids).all(dim=1).sum())
-    # What is wrong in one kind of case only would drown in the whole run.
+    # An error in a single kind of case would be invisible in the total.
     assert requests - agreed <= 2 + requests // 5, f"only {agreed} of {requests} requests agree with eager"
     return requests, agreed
 
@@ -279,7 +280,7 @@ def described(seed: int) -> str:
 
 
 def work(index: int, until: float, stop: threading.Event) -> dict[int, tuple[int, int | None]]:
-    """Check cases on a stream of this thread's own, until the time is over or another thread has failed."""
+    """Check cases on a stream of this thread, until the time is over or another thread has failed."""
     generator = torch.Generator().manual_seed(index)
     results = {}
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -301,13 +302,13 @@ def work(index: int, until: float, stop: threading.Event) -> dict[int, tuple[int
 def test_calls_on_several_streams_are_right_and_repeatable(capsys):
     """Random cases, for `SPECDECODE_STRESS_SECONDS` (5).
 
-    A watchdog, 120 seconds later: a kernel that hangs cannot be interrupted, so the whole run is then ended, with every
-    thread's traceback on stderr.
+    A hanging kernel cannot be interrupted, so 120 seconds later a watchdog ends the whole run, with every thread's
+    traceback on stderr.
     """
     seconds = float(os.environ.get("SPECDECODE_STRESS_SECONDS", "5"))
     only = os.environ.get("SPECDECODE_STRESS_CASE")
     with capsys.disabled():
-        stderr = os.dup(2)  # what pytest has captured is lost when the watchdog ends it
+        stderr = os.dup(2)  # captured output would be lost when the watchdog ends the run
     faulthandler.dump_traceback_later(seconds + 120, exit=True, file=stderr)
     try:
         if only is not None:
@@ -333,4 +334,4 @@ def test_calls_on_several_streams_are_right_and_repeatable(capsys):
         f"logits {agreed} agree with eager ({agreed / max(1, compared):.3%}); cases with others: {otherwise[:10]}"
     )
     print(f"\n{summary}")
-    assert compared - agreed <= 1 + (1 - FEWEST_AGREE) * compared, summary  # one, for a run too short to have a share
+    assert compared - agreed <= 1 + (1 - FEWEST_AGREE) * compared, summary  # allow one in short runs

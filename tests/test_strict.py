@@ -1,4 +1,4 @@
-"""Strict verification: every emitted token is what plain sampling draws."""
+"""Strict verification: every emitted token is the token of plain sampling."""
 
 import torch
 
@@ -20,7 +20,7 @@ def test_every_emitted_token_is_what_plain_sampling_says(place):
     output = sampler(
         batch.target_logits, drafts, temperature=batch.temperature, seeds=batch.seeds, positions=batch.positions
     )
-    # `sample` takes no backend; the drafts of "strict" are the same thing.
+    # `sample` takes no backend; the drafts of "strict" are the same tokens.
     plain = torch.stack(
         [
             sampler.draft(batch.target_logits[:, i], batch.temperature, batch.seeds, batch.positions + i).token_ids

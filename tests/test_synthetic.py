@@ -49,7 +49,7 @@ def test_positions_are_accepted_as_scheduled(place, rate, with_logits, temperatu
 
 
 def test_an_acceptance_costs_the_work_of_the_method_it_imitates(monkeypatch):
-    # A load test that skipped the statistics would measure something else. Every row that a verdict is about is read.
+    # A load test without the statistics would measure less work. Every judged row is read.
     rows = []
 
     def counting(room):
@@ -76,18 +76,18 @@ def test_an_acceptance_costs_the_work_of_the_method_it_imitates(monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Equal distributions, of which nothing is left
+# Equal distributions, without a residual
 # ---------------------------------------------------------------------------------------------------------------------
 
 HOTTER = {"not said": None, "equal": 1.0, "half": 0.5, "twice": 2.0, "a fraction": 41 / 32}
-"""The temperature of the drafts, relative to the target's; their logits are as many times the target's."""
+"""The temperature of the drafts relative to the target's; their logits are multiplied by the same factor."""
 
 LIMITS = {"nothing": {}, "top-k": {"top_k": 5}, "top-p": {"top_p": 0.8}, "both": {"top_k": 30, "min_p": 0.001}}
 LAYOUTS = ["padded", "like a device", "packed", "vocabulary of its own", "sharded"]
 
 
 def alike(requests: int, vocab: int, dtype: torch.dtype, hotter: float | None) -> Case:
-    """A batch of one draft each whose rows are the target's, at their temperatures."""
+    """Return a batch of one draft per request with the target's own rows, at the drafts' temperature."""
     batch = case(requests, 1, vocab, dtype, greedy=0, seed=vocab)
     target, temperature = batch.target_logits, batch.temperature.bfloat16().float()
     draft_logits = target[:, :1]
@@ -99,7 +99,7 @@ def alike(requests: int, vocab: int, dtype: torch.dtype, hotter: float | None) -
 
 
 def rejected(layout: str, place: tuple[str, str], **call: Any) -> SamplerOutput:
-    """Have a schedule reject all drafts of a call."""
+    """Return a verification that rejects all drafts by schedule."""
 
     def sampler_of(shard: VocabShard | None = None) -> RejectionSampler:
         return RejectionSampler("synthetic", backend=place[0], schedule=NEVER, shard=shard)
@@ -121,7 +121,7 @@ def rejected(layout: str, place: tuple[str, str], **call: Any) -> SamplerOutput:
 
 
 def of_own_vocabulary(batch: Case, in_order: bool) -> tuple[Case, Tensor]:
-    """The batch with half of the tokens alone, which are the draft's; the target's ids of those."""
+    """Return the batch with draft rows over half of the tokens, and the target ids of these tokens."""
     vocab = batch.target_logits.shape[2]
     ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(0))[: vocab // 2]
     ids = ids.sort().values if in_order else ids
@@ -139,7 +139,7 @@ def check_equal_rows(
     dtype: torch.dtype,
     by_request: bool,
 ) -> None:
-    """Recovered tokens are the target's own samples, in the reference and in a backend."""
+    """Check that recovered tokens are the target's own samples, in the reference and in a backend."""
     of_drafts, options, ids = HOTTER[hotter], LIMITS[limits], None
     batch = alike(*size, dtype, of_drafts)
     if not by_request:
@@ -209,7 +209,7 @@ def test_of_equal_rows_nothing_is_left_in_the_kernels(hotter, limits, layout, dt
 @pytest.mark.parametrize("masked", [False, True], ids=["as it is", "like a device"])
 @pytest.mark.parametrize("limits", LIMITS)
 def test_to_say_that_drafts_were_drawn_as_the_target_samples_changes_nothing(limits, masked):
-    """Not a bit, however close the rows are."""
+    """No bit changes, even for nearly equal rows."""
     batch = case(200, 2, 60, torch.float32, greedy=0)
     near = batch.target_logits[:, :2] + 1e-6 * torch.randn(200, 2, 60, generator=torch.Generator().manual_seed(0))
     rows = batch.target_logits, batch.draft_token_ids, near

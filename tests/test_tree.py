@@ -30,11 +30,11 @@ from tests.support.enumeration import (
 from tests.support.exactness import accepted_distribution_of_blocks
 from tests.support.mutants import Mutant, assert_caught
 
-# --- Trees that are drawn while a rule looks at them -------------------------------------------------------------------
+# --- Trees that are drawn while a rule reads them ----------------------------------------------------------------------
 
 
 class Lazy:
-    """A sequence whose entries are computed when they are first looked at."""
+    """A sequence whose entries are computed on first access."""
 
     def __init__(self, compute: Callable) -> None:
         self.entry = cache(compute)
@@ -84,7 +84,7 @@ class Drawn:
 
 
 def law(rule: Callable, parents: list, target: Table, draft: Table, drafted: str | list, length: int) -> tuple:
-    """Return the distribution of `length` tokens, those that are missing drawn by the target; and the mean accepted."""
+    """Return the distribution of `length` tokens, completed by the target, and the mean number of accepted drafts."""
 
     def step(chance: Chance) -> tuple:
         drawn = Drawn(chance, parents, target, draft, drafted)
@@ -129,7 +129,7 @@ EXACT = {
     "traversal": (with_q("traversal", True), ("iid",)),
     "traversal-without-replacement": (with_q("traversal", False), ("without",)),
 }
-"""Each rule, and the drafting laws for which it is exact."""
+"""The rules, and the drafting laws for which each is exact."""
 
 SHAPES = {
     "chain-3": [-1, 0, 1, 2],
@@ -205,7 +205,7 @@ def test_the_traversal_of_a_chain_is_block_verification():
 
 
 def arbitrary_trees(count: int = 30) -> list[tuple]:
-    """Small trees of arbitrary tokens, from no q: siblings may be equal, nodes are in any order."""
+    """Yield small trees of arbitrary tokens without a q: siblings may be equal, nodes are in any order."""
     random, trees = np.random.default_rng(0), []
     for seed in range(count):
         size = int(random.integers(2, 8))
@@ -239,7 +239,8 @@ def test_without_q_a_given_tree_of_any_tokens_is_exact_and_accepts_the_most_poss
     assert compared > 8
 
 
-# --- Rules of the field that are not exact -----------------------------------------------------------------------------
+# --- Published rules that are not exact
+# ----------------------------------------------------------------------------------
 
 
 def running_sum(drawn: Drawn) -> tuple:
@@ -289,7 +290,7 @@ def test_a_running_sum_is_wrong_where_siblings_are_equal_and_only_there():
 
 
 def test_top_k_siblings_judged_by_p_over_q_are_wrong_by_most_of_the_distribution():
-    """Drawn siblings, too, if each is judged by the whole row: but by less."""
+    """Drawn siblings, judged by the whole row, are wrong too, but by less."""
     parents, models = SHAPES["width-2-depth-2"], pair(4, 1)
     truth = sequence_distribution(models[0], 3)
     for rule in (by_the_whole_row, with_q("rejection", True), with_q("rejection", False)):
@@ -319,10 +320,10 @@ def test_rejection_and_traversal_are_exact_for_the_law_that_drew_the_siblings_al
 
 
 def race_match(target_row: list, draft_row: list, width: int) -> list:
-    """For each token v: the probability that the target's race selects it and that it is among the first of the draft's.
+    """Return for each token the probability that the target selects it and it is among the draft's first `width`.
 
-    Given E_v = e, every other E_i must be above e p_i / p_v, and fewer than `width` of them below e q_i / q_v. Those below
-    are a set of tokens with q_i / q_v > p_i / p_v. Sum the sets' probabilities, and integrate over the exponential e.
+    Given E_v = e, every other E_i must be above e p_i / p_v, and fewer than `width` of them below e q_i / q_v. The tokens
+    below form a set with q_i / q_v > p_i / p_v. Sum the sets' probabilities, and integrate over the exponential e.
     """
     matches = []
     for v, (pv, qv) in enumerate(zip(target_row, draft_row)):
@@ -334,7 +335,7 @@ def race_match(target_row: list, draft_row: list, width: int) -> list:
         for size in range(min(width, len(between) + 1)) if others else ():
             for below in combinations(between, size):
                 above = 1 + sum(max(pair) for i, pair in enumerate(others) if i not in below)
-                for bounds in product((0, 1), repeat=size):  # exp(-e a) - exp(-e b) of each
+                for bounds in product((0, 1), repeat=size):  # exp(-e a) - exp(-e b) for each token
                     rate = above + sum(others[i][bound] for i, bound in zip(below, bounds))
                     total += (-1) ** sum(bounds) / rate
         matches.append(total)
@@ -378,7 +379,7 @@ def test_the_race_on_one_block_draws_siblings_without_replacement():
 
 
 def shared_mean(target: Table, draft: Table, width: int, depth: int, prefix: tuple = ()) -> Fraction:
-    """Accepted drafts of a full tree of siblings that share the target's noise, one race over all tokens at each node."""
+    """Return the mean accepted drafts of a full tree of siblings that share the target's noise, one race a node."""
     if depth == 0:
         return Fraction(0)
     matches = enumerate(race_match(target(prefix), draft(prefix), width))
@@ -396,7 +397,7 @@ TABLE = {
 
 
 def mean_accepted(weight: Fraction, models: int = 4) -> list[float]:
-    """A row of the page's table: full trees of width 2 and depth 2 over three tokens, mean of some pairs of models."""
+    """Return a row of the page's table: full trees of width 2 and depth 2 over three tokens, mean over pairs of models."""
     names = [("target-only", 2), ("rejection", 0), ("rejection-without-replacement", 0)]
     names += [("traversal", 0), ("traversal-without-replacement", 0)]
     sums = np.zeros(len(names) + 3)
@@ -419,14 +420,14 @@ def test_mean_accepted_drafts_are_those_of_the_pages_table(weight):
 
 
 def zipf_rows(random: np.random.Generator, exponent: float, noise: float, vocab: int = 32_768) -> tuple:
-    """Shuffled Zipf-like p, and q of the same logits plus noise."""
+    """Return shuffled Zipf-like p, and q with the same logits plus noise."""
     logits = random.permutation(-exponent * np.log(np.arange(1, vocab + 1)) + 0.7 * random.normal(size=vocab))
     rows = [np.exp(row - row.max()) for row in (logits, logits + noise * random.normal(size=vocab))]
     return tuple(row / row.sum() for row in rows)
 
 
 def acceptance_at_one_node(exponent: float, noise: float, rows: int = 24, draws: int = 60) -> dict[str, list[float]]:
-    """How often one of 2 and of 4 siblings is accepted: simulated for shared noise, exact given the siblings otherwise."""
+    """Return the probabilities that one of 2, or 4, siblings is accepted: simulated for shared noise, otherwise exact."""
     widths = 2, 4
     rates = {name: np.zeros(2) for name in ("likeliest", "without replacement", "shared noise")}
     for row in range(rows):
@@ -454,7 +455,7 @@ def accepted_by_rejection(p, q, siblings, widths) -> list[float]:
 
 
 ONE_NODE = {
-    # exponent, noise: how often one of 2 and of 4 siblings is accepted; with 200 draws of each of 24 rows
+    # exponent, noise: probabilities that one of 2, and of 4, siblings is accepted; with 200 draws of each of 24 rows
     (1.8, 0.5): {"likeliest": [0.637, 0.773], "without replacement": [0.919, 0.968], "shared noise": [0.945, 0.991]},
     (1.3, 1.0): {"likeliest": [0.268, 0.387], "without replacement": [0.750, 0.834], "shared noise": [0.718, 0.853]},
 }
@@ -487,19 +488,19 @@ class Model:
 
 
 def counted(vocab: int, text: tuple, prompt: int, **options) -> Adjustments:
-    """The adjustments of a request whose text so far is this."""
+    """Return the adjustments of a request with this text so far."""
     counts = np.bincount(text[prompt:], minlength=vocab)
     in_prompt = np.isin(np.arange(vocab), text[:prompt])
     return Adjustments(1.3, 0.4, 0.6, in_prompt, counts, {3: 1.5, 8: -np.inf}, **options)
 
 
 def allowed(text: tuple, vocab: int) -> np.ndarray:
-    """A grammar's mask, which depends on the text."""
+    """Return a grammar's mask, which depends on the text."""
     return np.random.default_rng([5, len(text), text[-1] + 1]).random(vocab) < 0.6
 
 
 def plain_text(model: Model, count: int, adjusted: bool, seed: int, temperature: float, **truncation) -> tuple:
-    """Plain seeded sampling, one token after the other."""
+    """Return a text of plain seeded sampling, one token after the other."""
     text: tuple = (0, 9)
     while len(text) < count:
         row = model.target(text)
@@ -512,7 +513,7 @@ def plain_text(model: Model, count: int, adjusted: bool, seed: int, temperature:
 
 
 def drafted_tree(model: Model, text: tuple, how: str, random, **request) -> tuple[list, list, list]:
-    """A random tree after a text: (token_ids, parents in a random order, the text at each node)."""
+    """Return a random tree after a text: (token_ids, parents in a random order, the text at each node)."""
     size = int(random.integers(1, 10))
     places = [0, *(1 + random.permutation(size - 1)).tolist()]
     parents, token_ids, texts = [-1] * size, [text[-1]] * size, [text] * size
@@ -530,7 +531,7 @@ def drafted_tree(model: Model, text: tuple, how: str, random, **request) -> tupl
 
 
 def decode(model: Model, count: int, how: str, adjusted: bool, seed: int, **request) -> tuple[tuple, int]:
-    """The text by trees of drafts, and how many drafts were accepted."""
+    """Return the text generated by trees of drafts, and the number of accepted drafts."""
     random = np.random.default_rng([1, seed])
     text, accepted = (0, 9), 0
     while len(text) < count:
@@ -557,7 +558,7 @@ REQUESTS = {
 
 
 def check_text(request: dict, how: str = "shared noise", adjusted: bool = False, seeds: int = 2) -> None:
-    """Token for token the text of plain sampling, whatever the tree."""
+    """Check that the text equals plain sampling token for token, for every tree."""
     accepted, model = 0, Model(12 if adjusted else 2_500)  # in a small vocabulary tokens are emitted again
     for seed in range(seeds):
         text, more = decode(model, 16, how, adjusted, seed, **request)
@@ -574,7 +575,7 @@ def test_the_text_is_that_of_plain_seeded_sampling_whatever_the_tree(request_nam
 
 
 def permuted(token_ids: list, parents: list, order: list, rows: list) -> tuple[list, list, list]:
-    """The same tree with node `order[n]` in place of n."""
+    """Return the same tree with node `order[n]` in place of n."""
     place = {node: n for n, node in enumerate(order)}
     return (
         [rows[node] for node in order],
@@ -594,7 +595,7 @@ def test_neither_the_order_of_nodes_nor_padding_changes_what_is_emitted():
         again = oracle.verify_tree(*permuted(token_ids, parents, order, rows), **where)
         assert (again.token_ids, again.margin) == (outcome.token_ids, outcome.margin)
         assert [order[node] for node in again.nodes] == outcome.nodes
-        # No parent, out of range, its own parent, a circle of two and a node after it, an id that is no token, one after it.
+        # No parent; out of range; its own parent; a cycle of two and a node after it; an invalid id, and a node after it.
         nothing = np.full(300, np.nan)
         tokens = outcome.token_ids[0]
         padding = [-1, -7, size + 99, size + 3, size + 5, size + 4, size + 4, 0, size + 7]
@@ -648,7 +649,7 @@ def test_of_equal_siblings_the_lowest_node_counts():
 
 
 def adjusted_rows() -> None:
-    """A row is adjusted for the drafts before it, whatever follows."""
+    """Check that a row is adjusted only for the drafts before it."""
     rows, token_ids, nodes = np.ones((4, 3)), [2, 0, 0, 1], [1, 2, 3]
     added = Adjustments(frequency_penalty=0.25, allowed=np.array([[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 1, 1]], bool))
     found = [row.tolist() for row in oracle.adjusted_path(rows, token_ids, nodes, added)]
@@ -679,7 +680,7 @@ def test_log_probabilities_are_those_of_the_rows_on_the_path():
 
 
 def race_order(logits, seed: int, position: int, **request) -> list[int]:
-    """All tokens in the order of the race, by scores of every block."""
+    """Return all tokens in the order of the race, from the scores of every block."""
     weights = log_softmax(truncate(logits, Sampling(**request))[0], request.get("temperature", 1.0))
     tokens = np.arange(len(weights))
     blocks = tokens // BLOCK_SIZE
@@ -776,10 +777,13 @@ def adjusted_texts() -> None:
 
 
 MUTANTS = [
-    Mutant("a token of the parent's row", oracle.verify_tree, "step.target(node)", "step.target(max(0, parents[node]))",
+    Mutant("a token of the parent's row", oracle.verify_tree, "request.target(node)",
+           "request.target(max(0, parents[node]))",
            texts),
-    Mutant("a token of the last node's row", oracle.verify_tree, "step.target(node)", "step.target(len(rows) - 1)", texts),
-    Mutant("noise of the node, not its position", oracle.verify_tree, "step.draw(depth, ", "step.draw(node, ", texts),
+    Mutant("a token of the last node's row", oracle.verify_tree, "request.target(node)",
+           "request.target(len(rows) - 1)", texts),
+    Mutant("noise of the node, not its position", oracle.verify_tree, "request.draw(depth, ", "request.draw(node, ",
+           texts),
     Mutant("drafts before the row not counted", oracle.adjusted_path, "drafts[:i]", "[]", adjusted_texts),
     Mutant("the draft that the row judges counted", oracle.adjusted_path, "drafts[:i]", "drafts[: i + 1]", adjusted_rows),
     Mutant("the token of node 0 counted again", oracle.verify_tree, "path[1:]", "path", adjusted_texts),

@@ -1,4 +1,4 @@
-"""Converters of draft trees: every form of a tree gives its parents, and what is no tree does no harm."""
+"""Converters of draft trees: every form of a tree gives its parents, and invalid inputs do no harm."""
 
 from itertools import pairwise
 
@@ -24,14 +24,14 @@ def random_parents(random: np.random.Generator, size: int, shuffled: bool, padde
 
 
 def batches(shuffled: bool = True, padded: bool = False) -> list[list[list[int]]]:
-    """Batches of trees of the same number of nodes."""
+    """Yield batches of trees with the same number of nodes."""
     random = np.random.default_rng(0)
     sizes = random.integers(1, 24, TREES).tolist()
     return [[random_parents(random, size, shuffled, padded) for _ in range(3)] for size in sizes]
 
 
 def links_of(parents: list[int]) -> tuple[list[int], list[int]]:
-    """First children and next siblings, one node after the other."""
+    """Return first children and next siblings, one node after the other."""
     next_token, next_sibling = [-1] * len(parents), [-1] * len(parents)
     for node in range(len(parents)):
         kids = tree.children(parents, node)
@@ -64,7 +64,7 @@ def test_links_in_any_order_of_siblings_give_the_parents(place):
 
 
 def walked(candidates: list, next_token: list, next_sibling: list, samples: list) -> list[int]:
-    """The nodes that a walk over links accepts, as engines do it."""
+    """Return the nodes that a walk over links accepts, as in engines."""
     node, accepted = 0, []
     while True:
         child = next_token[node]

@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p: what is kept, and that every method is exact for the truncated target."""
+"""Top-k, top-p and min-p: the kept tokens, and exactness of every method for the truncated target."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -43,7 +43,7 @@ DEVICES = ["cpu", "cuda"] if ON_GPU else ["cpu"]
 
 
 def truncated(model: Table, options: Mapping) -> Table:
-    """The model whose rows are truncated."""
+    """Return the model with truncated rows."""
 
     def row(prefix: tuple[int, ...]) -> list[Fraction]:
         whole = model(prefix)
@@ -78,12 +78,12 @@ CASES = {
 
 
 def check(method: str, models: Models) -> None:
-    """Tokens have the joint distribution of the truncated target, and acceptance the rates of the truncated models."""
+    """Check that tokens have the joint distribution of the truncated target, and drafts the expected acceptance."""
     run, plain = METHODS[method], replace(models, truncation={}, draft_truncation=None)
     of_drafts = models.truncation if models.draft_truncation is None else models.draft_truncation
     plain = replace(plain, target=truncated(models.target, models.truncation), draft=truncated(models.draft, of_drafts))
     verify = run.verify
-    if "strict" in method or "no-draft-logits" in method:  # there it does not matter how drafts were drawn
+    if "strict" in method or "no-draft-logits" in method:  # drafts may have any sampling parameters
         verify = without_draft_sampling(verify)
     joint = distribution(lambda chance: decode(chance, models, verify, run.domains))
     assert_same_distribution(
@@ -107,7 +107,7 @@ def test_the_joint_distribution_of_the_tokens_is_the_truncated_targets(method, m
 
 
 def random_rows(count: int) -> Iterator[tuple[list[Fraction], dict]]:
-    """Random rows, many of them with ties, and options for each."""
+    """Yield random rows, many of them with ties, and options for each."""
     random = np.random.default_rng(0)
     for _ in range(count):
         weights = random.integers(0, 6, size=random.integers(1, 9))
@@ -121,7 +121,7 @@ def random_rows(count: int) -> Iterator[tuple[list[Fraction], dict]]:
 
 
 def check_formulas(rows: int = 200) -> None:
-    """The text-book rules, on probabilities, leave exactly the distribution that the rules in fractions leave."""
+    """Check that the text-book rules, on probabilities, give exactly the distribution of the rules in fractions."""
     for row, options in random_rows(rows):
         exact = {name: Fraction(value) if name != "top_k" else value for name, value in options.items()}
         kept = kept_tokens(row, **options)
@@ -133,7 +133,7 @@ def check_formulas(rows: int = 200) -> None:
 
 
 def check_kept(rows: int = 200) -> None:
-    """What the oracle keeps of the logits is what the rules in fractions keep."""
+    """Check that the oracle keeps the same tokens as the rules in fractions."""
     for row, options in random_rows(rows):
         with np.errstate(divide="ignore"):
             logits = np.log(np.array(row, dtype=float))
@@ -170,11 +170,11 @@ MUTANTS = [
            'np.argsort(scores, kind="stable")[::-1]', ties),
     Mutant("min-p of the mass", S.num_kept, "logprobs[:count] - logprobs[0] - np.log", "logprobs[:count] - np.log",
            partial(check, "probabilistic", CASES["min-p"])),
-    Mutant("q not truncated", oracle.Step.draft, "self.draft_sampling)", "Sampling(self.draft_sampling.temperature))",
+    Mutant("q not truncated", oracle.Request.draft, "self.draft_sampling)", "Sampling(self.draft_sampling.temperature))",
            joint),
-    Mutant("q truncated as the target samples", oracle.Step.draft, "self.draft_sampling)", "self.sampling)",
+    Mutant("q truncated as the target samples", oracle.Request.draft, "self.draft_sampling)", "self.sampling)",
            partial(check, "probabilistic", CASES["untruncated drafts"])),
-    *(Mutant(f"p not truncated, {method}", oracle.Step.target, "self.sampling)", "Sampling(self.sampling.temperature))",
+    *(Mutant(f"p not truncated, {method}", oracle.Request.target, "self.sampling)", "Sampling(self.sampling.temperature))",
              partial(check, method, CASES["all three"])) for method in ("probabilistic", "block", "strict")),
     Mutant("top-p before top-k, on probabilities", T.num_kept, "probs.sum()", "1", check_formulas),
     Mutant("the token that crosses p dropped, on probabilities", T.num_kept, "before < top_p * probs.sum()",
@@ -202,7 +202,7 @@ def sampler_of(method: str) -> RejectionSampler:
 
 
 def truncated_tables(rows: list[np.ndarray], temperature: float, options: Mapping) -> list[np.ndarray]:
-    """Return logits for every prefix, -inf for tokens that are left out."""
+    """Return logits for every prefix, -inf for excluded tokens."""
     result = []
     for logits in rows:
         cut = np.full_like(logits, -INF)
@@ -239,7 +239,7 @@ def test_many_steps_have_the_truncated_targets_distribution(place, method, of_dr
     counts = distributions.counts_of_tokens(model, tokens)
     distributions.assert_distribution(counts, distributions.joint_distribution(cut, temperature))
     whole = distributions.joint_distribution(model, temperature)
-    assert distributions.p_value(counts, whole) < distributions.FALSE_ALARM  # the test can tell the one from the other
+    assert distributions.p_value(counts, whole) < distributions.FALSE_ALARM  # the test can distinguish the two
     if method != "strict":
         accepted = {
             "probabilistic": partial(distributions.accepted_distribution, accepted_draft=np.minimum),
@@ -282,7 +282,7 @@ def test_a_top_k_of_one_is_greedy_where_no_draft_row_matters(method, monkeypatch
 @pytest.mark.parametrize("options", TRUNCATIONS)
 @pytest.mark.parametrize("method", ["probabilistic", "block", "strict"])
 def test_drafting_hands_on_what_verification_needs(method, options):
-    """The logsumexp and the cutoff of truncated draft rows give the tokens that reading the rows again gives."""
+    """With the logsumexp and the cutoff of truncated draft rows, the tokens are the same as after reading the rows again."""
     batch, options, sampler = case(6, 3, 1500, torch.bfloat16, seed=4), TRUNCATIONS[options], sampler_of(method)
     numbers = {"temperature": batch.temperature, "seeds": batch.seeds}
     steps = [

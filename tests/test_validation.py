@@ -1,4 +1,4 @@
-"""Probabilities in place of logits are refused, if that is asked for: in every layout, and nothing else is."""
+"""Probabilities in place of logits are refused if requested: in every layout, and only these."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from specdecode import AcceptanceSchedule, RejectionSampler, VocabShard, validation
 from tests.conftest import ON_GPU
+from tests.support.calls import METHODS
 from tests.support.differential import Case, case
 from tests.support.packing import in_slots, packed_rows, with_counts
 from tests.support.ranks import Ranks
 
 NAN = float("nan")
-METHODS = ["strict", "probabilistic", "block", "synthetic"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -29,12 +29,12 @@ def sampler_of(
 
 
 def random_case(dtype: torch.dtype = torch.float32, vocab: int = 1100) -> Case:
-    """Three requests, of two drafts, one and none."""
+    """Return three requests, with two drafts, one and none."""
     return with_counts(replace(case(3, 2, vocab, torch.float32), draft_token_ids=torch.zeros(3, 2).long()), [2, 1, 0])
 
 
 def with_probabilities(batch: Case, of: str, dtype: torch.dtype = torch.float32) -> Case:
-    """The batch with probabilities for the logits of one model in the rows that matter; what does not matter is NaN."""
+    """Return the batch with probabilities for the logits of one model in rows that matter, and NaN elsewhere."""
     batch = replace(batch, target_logits=batch.target_logits.clone(), draft_logits=batch.draft_logits.clone())
     for request, count in enumerate([2, 1, 0]):
         batch.target_logits[request, count + 1 :] = NAN
@@ -106,7 +106,7 @@ def test_those_over_a_vocabulary_of_the_drafts_own_are_refused():
 
 @pytest.mark.parametrize("bounds", [[0, 1024, 1100], [0, 300, 300, 1100]], ids=str)
 def test_those_of_shards_are_refused_by_every_rank(bounds):
-    """No rank's own numbers sum to 1."""
+    """The columns of no single rank sum to 1."""
     ranks = Ranks(bounds)
 
     def error_of(call: dict[str, Any], name: str) -> None:
@@ -148,7 +148,7 @@ def test_those_of_compiled_calls_are_refused():
 
 
 def rows_that_are_none(probabilities: Tensor) -> dict[str, Tensor]:
-    """Rows that are no probabilities, or not all of them."""
+    """Return rows that are not probabilities, or not all of them."""
     one_negative = probabilities.clone()
     one_negative[1, 0, 5] = -1e-3
     one_nan = probabilities.clone()
@@ -193,7 +193,7 @@ def test_steps_without_rows_have_nothing_to_refuse(place):
         0,
         3,
     )
-    rows = torch.full((4, 9), 1 / 9, device=device)  # nobody's
+    rows = torch.full((4, 9), 1 / 9, device=device)  # an unused row
     starts = torch.tensor([2, 2, 2], device=device)
     output = sampler.packed(rows, none.new_zeros(4), starts, num_draft_tokens=2)
     assert output.invalid.tolist() == [True, True]
@@ -201,7 +201,7 @@ def test_steps_without_rows_have_nothing_to_refuse(place):
 
 @pytest.mark.parametrize("call", ["verify", "draft", "packed"])
 def test_nothing_is_checked_unless_asked(call):
-    """Not one row is read, and no device waited for."""
+    """No row is read, and the device is not waited for."""
     batch = random_case()
     with mock.patch.object(validation, "refuse_probabilities") as refuse:
         for how, times in ((None, 0), ("values", 1)):

@@ -1,6 +1,6 @@
-"""The adapter of vLLM, on vLLM's calling contract: what is verified here.
+"""The adapter of vLLM, with vLLM's arguments: steps verified here.
 
-Constructors are bypassed: what vLLM's classes hold is in plain namespaces, see `support/vllm.py`.
+Constructors are bypassed: the attributes of vLLM's classes are in plain namespaces, see `support/vllm.py`.
 """
 
 from unittest import mock
@@ -13,7 +13,7 @@ from scipy.stats import chisquare
 
 from specdecode import Adjustments, RejectionSampler, Sampling, backends, sample
 from specdecode.batch import VerificationBatch
-from specdecode.integrations.vllm.steps import Step
+from specdecode.integrations.vllm.steps import StepInputs
 from tests.support import distributions
 from tests.support.vllm import (
     METHODS,
@@ -167,7 +167,10 @@ def test_a_drawn_draft_that_vllm_leaves_out_keeps_its_id_if_a_mask_forbids_it():
     mask = torch.full((len(fed), 2), -1, dtype=torch.int32)
     mask[row, token // 32] &= ~(1 << token % 32)
     case["logits"][0, int(fed[1])] = -torch.inf  # a grammar's mask that has been applied
-    step, sampling = Step(draft_logits=torch.randn(64, 4, 50), **case), {"adjustments": Adjustments(allowed_mask=mask)}
+    step, sampling = (
+        StepInputs(draft_logits=torch.randn(64, 4, 50), **case),
+        {"adjustments": Adjustments(allowed_mask=mask)},
+    )
     call = rejection_sampler("block", sampling_states(64, 50), 4).as_call(step, sampling)
     assert call["draft_token_ids"].tolist() == [int(fed[i + 1]) if i in (0, row) else -1 for i in range(len(fed) - 1)]
 
@@ -324,12 +327,12 @@ MIXED = {  # of each slot; 5 decodes and a request whose prompt has just been pr
 @pytest.mark.parametrize("method", METHODS)
 def test_a_request_emits_in_a_mixed_step_what_it_emits_alone_in_another_slot(method, with_draft_logits, num_drafts):
     generator = torch.Generator().manual_seed(num_drafts)
-    # Rows as a rank has them that was sent its requests' logits: the first columns of wider ones.
+    # Rows as on a rank that receives its requests' logits: the first columns of wider rows.
     logits = 3 * torch.randn(6, num_drafts + 1, 64, generator=generator)[..., :50]
     draft_logits = logits[:, :-1] + 0.3 * torch.randn(6, num_drafts, 50, generator=generator)
     drafts = [row[: num_drafts - i].tolist() for i, row in enumerate(draft_logits.argmax(dim=-1))]
     drafts[5] = []
-    drafts[4] = [-1] * num_drafts  # resumed: what was scheduled for it is not of its text
+    drafts[4] = [-1] * num_drafts  # resumed: its scheduled tokens are not in its text
     positions = [100, 7, 31, 2, 64, 9]
     options = {name: torch.tensor(values) for name, values in MIXED.items()}
 

@@ -1,4 +1,4 @@
-"""The adapter of vLLM: penalties and biases are verified here, from vLLM's own state; what else changes logits is not.
+"""The adapter of vLLM: penalties and biases are applied here, from vLLM's own state; other changes of logits are not.
 
 Stand-ins have the names, shapes and dtypes of vLLM 0.33.
 """
@@ -15,7 +15,7 @@ from reference.adjustments import adjust
 from specdecode import Adjustments
 from specdecode.integrations.vllm.adjusting import known_processors
 from specdecode.integrations.vllm.sampling import ADJUSTS, MASKS, PROCESSORS, few_with_processors
-from specdecode.integrations.vllm.steps import Step
+from specdecode.integrations.vllm.steps import StepInputs
 from tests.support.differential import like_a_device
 from tests.support.vllm import (
     LEFT,
@@ -66,7 +66,7 @@ def test_what_is_applied_here_is_told_apart_from_what_needs_vllms_copy(asked, ne
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_with_penalties_and_biases_emits_what_adjusted_rows_say(method):
-    """Greedy: every request takes the argmax of its adjusted rows, the drafts before a row counted as emitted."""
+    """Greedy: every request takes the argmax of its adjusted rows, where the drafts before a row count as emitted."""
     torch.manual_seed(3)
     case, drafts, logits = ragged_case(seed=4)
     sampler = Sampler()
@@ -153,7 +153,7 @@ def test_kernels_are_compiled_with_penalties_with_masks_and_with_both_too(kept_s
 
 
 def forbids_five(sampler, applied):
-    """In place of vLLM's processing of a copy: token 5 is a bad word; rows are divided by the temperature."""
+    """Replace vLLM's processing of a copy: token 5 is a bad word; rows are divided by the temperature."""
 
     def apply_sampling_params(logits, row_slots, slots, slots_np, pos, fed, local_pos, lengths):
         applied.append((len(logits), slots_np.tolist()))
@@ -171,7 +171,7 @@ def forbids_five(sampler, applied):
 @pytest.mark.parametrize("with_draft_logits", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_of_a_step_vllm_prepares_the_rows_of_those_requests_alone_that_need_it(method, with_draft_logits):
-    """All requests emit what one call says in which these requests' rows were changed before; some are greedy."""
+    """All requests emit the same tokens as in one call with these requests' rows changed before; some are greedy."""
     case, _, _ = ragged_case(seed=6)
     sampler, applied = Sampler(), []
     slots = case["idx_mapping_np"]
@@ -185,7 +185,7 @@ def test_of_a_step_vllm_prepares_the_rows_of_those_requests_alone_that_need_it(m
     result = rejection_sampler(method, sampler.sampling_states, 4, sampler=sampler)
     starts = case["cu_num_logits"].numpy()
     result.host_starts = starts
-    with like_a_device():  # where a request may have no slot, and then nothing of it is read
+    with like_a_device():  # a request may have no slot; then nothing is read for it
         _, *tokens = result._verify(draft_logits=draft_logits, **case)
     assert not result.fallbacks
     assert applied == [(int(np.diff(starts)[[1, 2, 7, 30]].sum()), slots[[1, 2, 7, 30]].tolist())]
@@ -230,7 +230,7 @@ def test_a_step_is_not_split_where_the_host_does_not_know_its_rows():
 def test_a_step_is_not_split_if_more_than_a_quarter_of_its_requests_need_a_copy():
     case, _, _ = ragged_case(seed=6)
     sampler = Sampler()
-    step, starts = Step(draft_logits=None, **case), case["cu_num_logits"].numpy()
+    step, starts = StepInputs(draft_logits=None, **case), case["cu_num_logits"].numpy()
     for count, slot in enumerate(case["idx_mapping_np"][:12], start=1):
         sampler.add_request(slot, Namespace(custom=True))
         few = few_with_processors(step, sampler.needs[case["idx_mapping_np"]], starts)

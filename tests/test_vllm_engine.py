@@ -1,6 +1,6 @@
-"""The adapter of vLLM, on vLLM's calling contract: where vLLM is installed, beside its own function.
+"""The adapter of vLLM, with vLLM's arguments: compared with vLLM's own function, if vLLM is installed.
 
-Constructors are bypassed: what vLLM's classes hold is in plain namespaces, see `support/vllm.py`.
+Constructors are bypassed: the attributes of vLLM's classes are in plain namespaces, see `support/vllm.py`.
 """
 
 import numpy as np

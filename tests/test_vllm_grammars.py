@@ -1,4 +1,4 @@
-"""The adapter of vLLM: masks of grammars are kept for the step, and applied to logits only where logits are needed so.
+"""The adapter of vLLM: grammar masks are kept for the step, and applied to logits only where masked logits are needed.
 
 Stand-ins have the names, shapes and dtypes of vLLM 0.33.
 """
@@ -32,7 +32,7 @@ pytest.importorskip("triton")
 
 VOCAB, DRAFTS = 50, 4
 SEES = []
-"""Copies of the logits that vLLM's own methods have been called with."""
+"""Copies of the logits passed to vLLM's own methods."""
 
 
 class Sampler(LimitedSampler):
@@ -45,7 +45,7 @@ class Sampler(LimitedSampler):
 
 
 class PlainRunner:
-    """What vLLM's model runner does with a step; hidden states are the logits."""
+    """A stand-in for vLLM's model runner; hidden states are the logits."""
 
     def sample(self, hidden_states, input_batch, grammar_output):
         case, verification = dict(input_batch.case), self.rejection_sampler
@@ -67,7 +67,7 @@ class Runner(GrammarSteps, PlainRunner):
 
 
 def made(method, kinds=({},), with_draft_logits=False, **members):
-    """A runner, its batch and logits; of the requests each has one of some kinds, in turn."""
+    """Return a runner, its batch and logits; requests have the given kinds in turn."""
     case, _, _ = ragged_case(seed=11, batch=18, scale=2.0)
     case["pos"] = 1 + case["expanded_local_pos"].long()
     torch.manual_seed(5)
@@ -115,7 +115,7 @@ def test_a_step_emits_what_masked_logits_say_and_no_logit_is_changed(method, wit
     assert logits.equal(before)
     assert runner.structured_outputs_worker.applied == [0]
     assert not runner.rejection_sampler.fallbacks
-    assert runner.sample(before.clone(), batch, None) != got  # of which nothing is kept
+    assert runner.sample(before.clone(), batch, None) != got  # no mask is kept
     other, batch, _ = made(method, ALL[kinds], with_draft_logits)
     assert other.sample(masked(before, batch), batch, None) == got
 
@@ -135,7 +135,7 @@ def test_kept_sets_are_listed_of_what_masks_leave_and_no_logit_is_changed(method
 
 
 def own_part(logits, batch, grammar, owned):
-    """A step of some requests alone, as vLLM's `BatchSharder` divides it."""
+    """Return the step of some requests, as divided by vLLM's `BatchSharder`."""
     case, starts = dict(batch.case), batch.case["cu_num_logits"].numpy()
     rows, ids = np.concatenate([np.arange(*starts[i : i + 2]) for i in owned]), [batch.req_ids[i] for i in owned]
     case["cu_num_logits"] = torch.tensor([0, *np.cumsum(np.diff(starts)[owned])], dtype=torch.int32)
@@ -146,9 +146,7 @@ def own_part(logits, batch, grammar, owned):
     masked = grammar.structured_output_request_ids
     masks = grammar.grammar_bitmask[np.repeat([name in ids for name in masked], DRAFTS + 1)]
     own = Namespace(structured_output_request_ids=[name for name in masked if name in ids], grammar_bitmask=masks)
-    wider = torch.nn.functional.pad(
-        logits[rows], (0, 14), value=99.0
-    )  # the exchange brings the vocabulary's padding, too
+    wider = torch.nn.functional.pad(logits[rows], (0, 14), value=99.0)  # the exchange includes the vocabulary's padding
     return wider[:, :VOCAB], part, own
 
 
@@ -202,7 +200,7 @@ def test_masks_are_applied_before_anything_reads_logits_that_needs_them(method, 
         return read(self, sampled, num_sampled, logits, *more)
 
     listed = "specdecode.integrations.vllm.listing.with_listed"
-    # Like a device, where a request may have no slot, and then nothing of it is read.
+    # Like a device: a request may have no slot, and then nothing is read for it.
     with mock.patch.object(PlainRejectionSampler, "_get_logprobs_tensors", noted), mock.patch(listed), like_a_device():
         got = runner.sample(logits, batch, GRAMMAR)
     assert logits.equal(want)
@@ -218,10 +216,10 @@ def test_masks_are_applied_before_anything_reads_logits_that_needs_them(method, 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_limits_leave_depends_on_masks_that_have_been_applied(method):
-    """Of a batch in two parts: for the log-probabilities of the first one masks are applied to the logits of both."""
+    """For a batch in two parts: the log-probabilities of the first part apply masks to the logits of both."""
     runner, batch, logits = made(method, [{"stop_token_ids": [4], "least_length": 99, "structured_outputs": None}])
     grammar = grammar_of(range(18), DRAFTS + 1, VOCAB, share=0)
-    grammar.grammar_bitmask[:, 0] = 1 << 4  # a stop token alone
+    grammar.grammar_bitmask[:, 0] = 1 << 4  # only a stop token
 
     def sample(self, logits, input_batch, grammar_output):
         given = grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask

@@ -1,6 +1,6 @@
-"""The adapter of vLLM, on vLLM's calling contract: what is left to vLLM, and which requests need it.
+"""The adapter of vLLM, with vLLM's arguments: steps left to vLLM, and requests that need it.
 
-Constructors are bypassed: what vLLM's classes hold is in plain namespaces, see `support/vllm.py`.
+Constructors are bypassed: the attributes of vLLM's classes are in plain namespaces, see `support/vllm.py`.
 """
 
 from types import SimpleNamespace as Namespace
@@ -53,7 +53,7 @@ def test_steps_that_need_more_go_vllms_own_way_and_are_counted(method, reason, c
     case, _, _ = ragged_case()
     result, draft_logits = rejection_sampler(method, sampling_states(64, 50), 4), torch.randn(64, 4, 50)
     (PROCESSED | OTHER_RULES)[reason](result, case["idx_mapping_np"][7])
-    result.report = Mock()
+    result.metrics = Mock()
     for _ in range(3):
         result.listed = "of the step before"
         assert result._verify(draft_logits=draft_logits, **case) is LEFT
@@ -63,7 +63,7 @@ def test_steps_that_need_more_go_vllms_own_way_and_are_counted(method, reason, c
     assert all(got is value for got, value in zip(result.left, given))
     ((counted, steps),) = result.fallbacks.items()
     assert counted.startswith(reason)
-    assert steps == result.report.tick.call_count == 3
+    assert steps == result.metrics.tick.call_count == 3
     assert len(caplog.records) == 1
     assert reason in caplog.text
     for _ in range(98):
@@ -75,7 +75,7 @@ def test_steps_that_need_more_go_vllms_own_way_and_are_counted(method, reason, c
 def test_requests_of_other_steps_do_not_matter(reason):
     case, _, _ = ragged_case()
     result = rejection_sampler("block", sampling_states(64, 50), 4)
-    if reason != "return_sampling_mask":  # which is one switch for all requests
+    if reason != "return_sampling_mask":  # one switch for all requests
         PROCESSED[reason](result, np.setdiff1d(np.arange(64), case["idx_mapping_np"])[0])
     assert result._verify(draft_logits=None, **case) is not LEFT
     assert not result.fallbacks
@@ -178,7 +178,7 @@ def test_truncated_steps_that_the_kernels_do_not_take_are_left_by_name_and_never
     assert ["top_p" in call.kwargs for call in result.verifier.warmup.call_args_list] == [False] * (
         1 + (method == "strict")
     )
-    if method == "strict":  # of the copy that vLLM has truncated
+    if method == "strict":  # from the copy that vLLM has truncated
         assert set(result.verifier.packed.call_args.kwargs) & {"top_p", "top_k", "min_p"} == set()
         assert result.verifier.packed.call_args.kwargs["target_logits"].dtype == torch.float32
     else:

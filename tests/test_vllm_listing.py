@@ -42,7 +42,7 @@ class Masks(NamedTuple):
 
 
 class Engine:
-    """What vLLM's class does with a step, in two chunks if it is divided, but for the copy that it prepares."""
+    """A stand-in for vLLM's class: a step, in two chunks if divided, without the prepared copy."""
 
     def _verify(self, *arguments):
         return LEFT, torch.zeros(len(arguments[5]), DRAFTS + 1, dtype=torch.int64), torch.ones(len(arguments[5]))
@@ -87,7 +87,7 @@ def output_module(monkeypatch):
 
 
 def engine(method, states, **sampler):
-    """The adapter, after a step by which its kernels are compiled."""
+    """Return the adapter, after a step that compiles its kernels."""
     kind = type("Ours", (DraftVerification, Engine), {})
     result = kind.__new__(kind)
     result.__dict__ |= vars(rejection_sampler(method, states, DRAFTS))
@@ -101,7 +101,7 @@ def engine(method, states, **sampler):
 
 
 def run(result, case, most=1000):
-    """Verify a step as vLLM does."""
+    """Verify a step like vLLM."""
     slots = case["idx_mapping_np"]
     names = "idx_mapping", "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos", "cu_num_logits"
     batch = Namespace(**{name: case[name] for name in names}, cu_num_logits_np=case["cu_num_logits"].numpy())

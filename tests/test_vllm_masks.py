@@ -1,4 +1,4 @@
-"""The adapter of vLLM: the masks of rows are vLLM's rules, from its own state; steps with them are verified here.
+"""The adapter of vLLM: the masks of rows follow vLLM's rules, from its own state; steps with masks are verified here.
 
 Stand-ins have the names, shapes and dtypes of vLLM 0.33.
 """
@@ -31,17 +31,17 @@ pytest.importorskip("triton")
 
 VOCAB, WORDS = 70, 3
 THINKING = [40, 41], [43, 44], [42, 43, 44]
-"""By which tokens requests begin to think, end it, and are made to end it."""
+"""The tokens that begin a thought, end it, and are forced to end it."""
 
 
 def allowed_tokens(asked, text, num_prompt, vocab=VOCAB, thinking=THINKING, grammar=None):
     """Return the tokens that vLLM allows after a text, [vocab] bool, by its rules in their order.
 
     Args:
-        asked: of the request, as `LimitedSampler.add_request` takes it.
-        text: what is committed and the drafts before the row.
-        num_prompt: how much of it is the prompt.
-        vocab: how many tokens there are.
+        asked: the request's options, as for `LimitedSampler.add_request`.
+        text: the committed text and the drafts before the row.
+        num_prompt: the length of the prompt in it.
+        vocab: the number of tokens.
         thinking: as `THINKING`.
         grammar: [vocab] bool, None if there is none.
     """
@@ -65,11 +65,11 @@ def allowed_tokens(asked, text, num_prompt, vocab=VOCAB, thinking=THINKING, gram
 
 
 def step_of(sampler, requests):
-    """Give a sampler some requests, (slot, asked, prompt, output, drafts) each, and return the rows of their step."""
+    """Add requests, (slot, asked, prompt, output, drafts) each, to a sampler, and return the rows of their step."""
     rows, states = [], sampler.req_states
     for slot, asked, prompt, output, drafts in requests:
         text = [*prompt, *output]
-        states.all_token_ids.gpu[slot] = 7  # behind the text
+        states.all_token_ids.gpu[slot] = 7  # after the text
         states.all_token_ids.gpu[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
         states.prompt_len.np[slot], states.total_len.gpu[slot] = len(prompt), len(text)
         sampler.add_request(slot, Namespace(**asked))
@@ -101,7 +101,7 @@ CASES = {
     "a list": ({"allowed_token_ids": [0, 31, 32, 69, 31]}, [9]),
     "allowed ids that are no tokens": ({"allowed_token_ids": [-1, 5, 70, 95]}, [9]),
     "bad ids that are no tokens": ({"bad_words": [[-3], [70], [5]]}, [9]),
-    "stop tokens up to the least length": (STOPS, [9, 9, 9, 9]),  # of a text of 6
+    "stop tokens up to the least length": (STOPS, [9, 9, 9, 9]),  # of a text of 6 tokens
     "no stop token but for others": ({"allowed_token_ids": [3, 64, 65], **STOPS}, [9]),
     "nothing is left": ({"allowed_token_ids": [3, 64], **STOPS}, [9]),
     "one bad token": ({"bad_words": [[5], [69]]}, [5, 9]),
@@ -139,7 +139,7 @@ def test_a_row_allows_what_vllms_rules_do(name):
 
 
 def test_a_step_reads_its_own_rows_alone():
-    """Rows of a step may be a part of a batch's, and requests in any slots."""
+    """A step may have a part of a batch's rows, and requests in any slots."""
     sampler, asked = LimitedSampler(8, VOCAB), {"bad_words": [[20, 5]]}
     requests = [(slot, asked, [10], [20], [20, 21]) for slot in (4, 1, 6)]
     step = step_of(sampler, requests)
@@ -207,7 +207,7 @@ GRAMMARS = {
 
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_a_row_allows_what_a_grammar_leaves(name):
-    """Of three requests two have masks for three rows: one of them has four rows, and the other one."""
+    """Two of three requests have masks for three rows; one of these has four rows, the other one row."""
     sampler, (asked, left) = LimitedSampler(8, VOCAB, THINKING), GRAMMARS[name]
     drafts = [40, 41, 20] if name == "a budget" else [20, 21, 22]
     requests = [(5, {}, [10], [12], [9]), (2, asked, [10, 11], [9, 9, 12, 13], drafts), (3, {}, [9], [12, 13], [])]
@@ -237,9 +237,9 @@ KINDS = [
 
 
 def limited_case(penalties):
-    """A step, its sampler, the mask of its rows by the rules, and the penalty that some requests have."""
+    """Return a step, its sampler, the masks of its rows by the rules, and the penalty of some requests."""
     case, drafts, _ = ragged_case(seed=8)
-    case["pos"] = 1 + case["expanded_local_pos"].long()  # after a prompt of a token, and another one
+    case["pos"] = 1 + case["expanded_local_pos"].long()  # after a prompt of one token, and one more token
     sampler = LimitedSampler(thinking=([3], [50], [9, 4]))
     for i, (slot, own) in enumerate(zip(case["idx_mapping_np"], drafts)):
         asked = KINDS[i % 5] | ({"presence_penalty": 1.5} if penalties and i % 3 == 0 else {})

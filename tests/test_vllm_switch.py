@@ -1,4 +1,4 @@
-"""An environment variable lets vLLM verify with this package; without it nothing is touched."""
+"""An environment variable makes vLLM verify with this package; without it nothing is changed."""
 
 import inspect
 import subprocess
@@ -20,7 +20,7 @@ from tests.support.vllm import METHODS, PlainRejectionSampler
 
 
 class Sampler:
-    """With vLLM's arguments, and names that vLLM's own consult."""
+    """A sampler with vLLM's arguments, and the names that vLLM's sampler uses."""
 
     def apply_sampling_params(self, logits):
         return self.sampling_states.apply_min_p(logits)
@@ -91,17 +91,17 @@ _SAMPLING_EPS, VLLMValidationError = 1e-5, ValueError
 
 
 def sample(self, hidden_states, input_batch, grammar_output):
-    """As the model runner has it."""
+    """The method of the model runner."""
 
 
 def apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask):
-    """As the worker of grammars has it."""
+    """The method of the grammar worker."""
     self.copy_stream.wait_stream(input_batch.req_ids)
 
 
 @pytest.fixture
 def runner(monkeypatch):
-    """A module in the place of vLLM's model runner."""
+    """Replace vLLM's model runner by a module."""
 
     class InputProcessor:
         def __init__(self, vllm_config):

@@ -1,4 +1,4 @@
-"""The mathematics of the site's widgets computes the same as the Python that it restates.
+"""The mathematics of the site's widgets gives the same results as the Python code.
 
 docs/javascripts/math.js runs in QuickJS (`pip install quickjs-ng`) or Node, whichever is installed.
 """
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not MATH.exists(), reason="the site is not part 
 
 @pytest.fixture(scope="module")
 def evaluate():
-    """Evaluate a JavaScript expression over `math`, what math.js exports."""
+    """Evaluate a JavaScript expression over `math`, the exports of math.js."""
     if importlib.util.find_spec("quickjs"):
         import quickjs
 
@@ -270,8 +270,8 @@ def test_joint_rates_are_those_of_the_references_verify(call, weights):
 
 
 def test_seeded_frequencies_are_within_two_standard_errors(evaluate):
-    # The seed is the first there is, 0. Five frequencies at three sizes: some seeds fail by chance, which is no error of
-    # theirs. But a page should not show one of those.
+    # The seed is the first one, 0. Five frequencies at three sizes: some seeds fail by chance, but a page should not show
+    # one.
     seed = int(re.search(r"const SEED = (\d+)", WIDGETS.read_text(encoding="utf-8"))[1])
     assert seed == 0
     target, draft = [0.4, 0.35, 0.15, 0.1], [0.2, 0.25, 0.4, 0.15]

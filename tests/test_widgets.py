@@ -67,7 +67,7 @@ def show(browser, tmp_path):
         files = {"styles": STYLES.as_uri(), "math": MATH.as_uri(), "widgets": WIDGETS.as_uri()}
         (tmp_path / "page.html").write_text(PAGE.format(body=body, before=before, **files), encoding="utf-8")
         page.goto((tmp_path / "page.html").as_uri())
-        page.clock.pause_at(3600)  # from now on a test moves the time
+        page.clock.pause_at(3600)  # the test advances the clock from here on
         return page
 
     yield open_page
@@ -112,7 +112,7 @@ def test_schedule_by_keyboard(show):
     press(page, "Drafts per step, K", "ArrowRight", "ArrowRight")
     check(0.69, 5)
     press(page, "Mean joint rate", *["ArrowRight"] * 20)
-    check(0.89, 5)  # more than the least decay reaches
+    check(0.89, 5)  # above the mean that the smallest decay can reach
     assert "the decay rises" in page.locator(".sd-summary").inner_text()
     press(page, "Least decay", "Home")
     check(0.89, 5, min_decay=0.0)
@@ -188,7 +188,7 @@ def test_simulation_starts_pauses_and_converges(show):
     frequencies = np.array([float(row[5]) for row in rows(page)])
     distance = np.abs(frequencies - target).sum() / 2
     assert float(readout(page, "distance")) == pytest.approx(distance, abs=1.1e-3)
-    assert distance < 0.02  # four times its mean of 0.005
+    assert distance < 0.02  # four times the mean of 0.005
     assert float(readout(page, "accepted").removesuffix("%")) == pytest.approx(70, abs=2)
     before = rows(page)
     page.get_by_role("button", name="Start").press("Enter")
@@ -339,7 +339,7 @@ def test_truncation_by_keyboard(show):
     press(page, "min_p", "Home")
     press(page, "top_p", *["ArrowRight"] * 4)
     press(page, "temperature", *["ArrowRight"] * 8)
-    check(temperature=1.5, top_p=0.95)  # what the page says of this setting
+    check(temperature=1.5, top_p=0.95)  # the page describes this setting
     assert "accepted less often" in page.locator(".sd-summary").inner_text()
     press(page, "temperature", "End")
     press(page, "top_k", "Home")

@@ -1,4 +1,4 @@
-"""Inline SVG: bars from zero, in groups, each with its number beside it."""
+"""Inline SVG: bars from zero, in groups, each with a number."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ LEFT, RIGHT, STEP = 150, WIDTH - 66, 24
 
 
 class Bar(NamedTuple):
-    """A bar: what it is of, how long it is, its number as it is shown, and whether it is this package's."""
+    """A bar: its label, its length, its number as text, and whether it belongs to this package."""
 
     title: str
     value: float
@@ -18,7 +18,7 @@ class Bar(NamedTuple):
 
 
 def bars(groups: Sequence[tuple[str, Sequence[Bar]]], title: str, unit: str) -> str:
-    """Return bars of one scale, below the heading of their group."""
+    """Return bars with one scale, below the headings of their groups."""
     longest = max(bar.value for _, group in groups for bar in group)
     parts, y, described = [], 16.0, []
     for heading, group in groups:

@@ -8,10 +8,10 @@
     takes `#!measured h200; 256, 3, 0.7; triton` and is `#!ratio h200; 8, 3, 0.7; straightforward / h200; 8, 3, 0.7; triton`
     as fast
 
-Whatever a record does not hold ends the build; so does a difference, or a ratio of this package's times, of two commits.
+The build fails if a record lacks a number, or if a difference or ratio mixes times of this package at two commits.
 
-A number of a table is followed by `^commit^`, see `Cell.of_commit`. `with_marks` makes letters of these, and the line under
-the table that says what they mean.
+A number of a table is followed by `^commit^`, see `Cell.of_commit`. `with_marks` replaces these by letters, and adds a
+line under the table that explains them.
 """
 
 import re
@@ -29,7 +29,7 @@ from docs._tools.svg import Series, plot
 
 
 def benchmark_fence(source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **kwargs: Any) -> str:
-    """Return the table or plot that a fence asks for."""
+    """Return the table or plot of a fence."""
     asked = dict(re.split(r"\s*:\s*", line.strip(), maxsplit=1) for line in source.strip().splitlines())
     try:
         kind = next(key for key in ("table", "plot") if key in asked)
@@ -43,7 +43,7 @@ def measured_inline(source: str, language: str, css_class: str, md: Any) -> str:
     """Return one number of a record, with its unit."""
     try:
         value = look_up(source)
-        if len(source.split(";")) == 2:  # the record's own word, in its own unit
+        if len(source.split(";")) == 2:  # the record's own value, in its own unit
             return f"{value:.2f}" if isinstance(value, float) else escape(str(value))
         return f"{shown(float(value))}&nbsp;µs"
     except (LookupError, TypeError, ValueError) as error:
@@ -51,7 +51,7 @@ def measured_inline(source: str, language: str, css_class: str, md: Any) -> str:
 
 
 def ratio_inline(source: str, language: str, css_class: str, md: Any) -> str:
-    """Return the quotient of two numbers of records; of two commits only where one is not of this package's code."""
+    """Return the ratio of two numbers of records; they may differ in commit only if one is not of this package's code."""
     try:
         above, below = source.split(" / ")
         if own := [cell for cell in (result_of(above), result_of(below)) if is_own(cell)]:
@@ -62,12 +62,12 @@ def ratio_inline(source: str, language: str, css_class: str, md: Any) -> str:
 
 
 def shown(value: float) -> str:
-    """Return a number with one decimal, or none if it is large or a whole number."""
+    """Return a number with one decimal, or without decimals if it is large or an integer."""
     return f"{value:,.0f}" if value >= 1000 or isinstance(value, int) else f"{value:.1f}"
 
 
 def with_marks(texts: Iterable[str]) -> tuple[list[str], str]:
-    """Return texts with a letter at each number of another commit than most, and a line of HTML that names the commits.
+    """Return texts with a letter at each number of a less frequent commit, and a line of HTML with the commits.
 
     >>> with_marks(["8.1^7a917ca^", "9.0^7a917ca^ (8.8^64c83f6^)", ""])[0]
     ['8.1', '9.0 (8.8ᵃ)', '']
@@ -87,7 +87,7 @@ OF_COMMIT = re.compile(r"\^(\w+)\^")
 
 
 def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], text_columns: int = 1) -> str:
-    """Return a table whose first columns are text and whose others are numbers; text in backticks is code."""
+    """Return a table whose first columns are text and whose other columns are numbers; text in backticks is code."""
 
     def cell(tag: str, content: str, is_text: bool) -> str:
         html = re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(content))
@@ -140,7 +140,7 @@ def device_time(values: dict[str, Any]) -> str:
 
 
 def bandwidth(values: dict[str, Any]) -> str:
-    """Show the rate of reading, and its part of the reference kernel's bandwidth."""
+    """Show the read bandwidth, and its share of the reference kernel's bandwidth."""
     return f"{values['TB/s']:.2f} ({values['fraction']:.0%})"
 
 
@@ -150,7 +150,7 @@ def megabytes(values: dict[str, Any]) -> str:
 
 
 def environment_table(record: str) -> str:
-    """Say what a record was measured on."""
+    """Describe the environment of a record."""
     about = load(record)
     wanted = (
         "gpu",
@@ -177,7 +177,7 @@ def environment_table(record: str) -> str:
     }
     names |= {key: key.capitalize() for key in ("threads", "driver")}
     rows = [(names.get(key, key), str(about[key])) for key in wanted if key in about]
-    found = list(all_cells(record)) if isinstance(about["results"], dict) else []  # a list: see `shards_of`
+    found = list(all_cells(record)) if isinstance(about["results"], dict) else []  # a list, see `shards_of`
     if "read_TB/s" in about:
         rates = [cell.reference for cell in found if cell.values.get("fraction", 0) > 0.5]  # rounded least
         others = f"; in all runs {min(rates):.2f} to {max(rates):.2f} TB/s" if rates else ""
@@ -238,7 +238,7 @@ def sampling_table(record: str) -> str:
 
 
 def calls_table(record: str) -> str:
-    """Show what a call costs the host."""
+    """Show the host time of a call."""
     times = ("call_in_a_row_us", "call_us", "call_and_wait_us")
     rows = [
         (
@@ -257,7 +257,7 @@ def calls_table(record: str) -> str:
 
 
 def launches_table(record: str) -> str:
-    """Show how long a step's first launch takes, its first two, and so on."""
+    """Show the time after each launch of a step."""
     rows = []
     for cell in cells(record, kind="launches"):
         what = f"{cell.title}, {cell.count:,}"
@@ -277,9 +277,9 @@ def truncated_table(
     vocab: str = "151936",
     beside: str = "",
 ) -> str:
-    """Compare truncated calls with the same call without truncation, and with an engine's `beside`, `ours / theirs`.
+    """Compare truncated calls with the same call without truncation, and with the engine in `beside`, as `ours / theirs`.
 
-    Without an engine the number in brackets is of the call with `draft_logsumexp`.
+    Without an engine the number in brackets is the time of the call with `draft_logsumexp`.
     """
     results = cells(record, kind="truncated", rows=rows, temperature=float(temperature), vocab=int(vocab))
     times = {(cell.provider, cell.count): device_time(cell.values) + cell.of_commit for cell in results}
@@ -300,7 +300,7 @@ def truncated_table(
 
 
 def rows_table(record: str, kind: str = "request") -> str:
-    """Show times on realistic rows, and how much longer they are than on rows without structure."""
+    """Show times on realistic rows, and their ratio to times on rows without structure."""
     found: dict[tuple[str, float | None], dict[int, dict[str, Cell]]] = {}
     for cell in cells(record, kind=kind, dtype="bfloat16"):
         if cell.drafts in (0, 3):
@@ -372,7 +372,7 @@ def truncation_in_vllm_table(record: str) -> str:
 
 
 def logprobs_table(record: str, method: str, kind: str = "log-probabilities") -> str:
-    """Compare calls that return log-probabilities, or what else a `kind` of group is of, with the same call without them."""
+    """Compare calls that return log-probabilities, or the lists of another `kind`, with the same call without them."""
     found = cells(record, kind=kind, rows="realistic")
     results = [cell for cell in found if cell.provider.rpartition(", ")[0] == method]
     results.sort(key=lambda cell: (cell.count, cell.drafts, cell.temperature))
@@ -389,7 +389,7 @@ def logprobs_table(record: str, method: str, kind: str = "log-probabilities") ->
 def share_table(record: str, billions: str, terabytes: str, teraflops: str, temperature: str = "0.7") -> str:
     """Compare verification with the least time of the target's call: reading the weights, or computing with them.
 
-    `billions` of weights of 2 bytes each; `terabytes` and `teraflops` are what a GPU reads and computes per second.
+    The target has `billions` of weights of 2 bytes each; the GPU reads `terabytes` and computes `teraflops` per second.
     """
     results = cells(record, kind="request", temperature=float(temperature), dtype="bfloat16")
     titles = {cell.provider: cell.title for cell in results if cell.provider in SHARES}
@@ -407,11 +407,11 @@ def share_table(record: str, billions: str, terabytes: str, teraflops: str, temp
 
 
 SHARES = "triton", "vllm", "straightforward compiled"
-"""Whose share of a decoding step is shown."""
+"""The providers whose share of a decoding step is shown."""
 
 
 def growth_table(record: str, few: str = "128", many: str = "256", drafts: str = "3") -> str:
-    """Split the time of a large batch into what grows with the batch and what does not."""
+    """Split the time of a large batch into a part that grows with the batch and a constant part."""
     rows = []
     found = cells(record, kind="request", temperature=0.7, dtype="bfloat16", drafts=int(drafts))
     by_count = {(cell.title, cell.count): cell for cell in found if is_kernel(cell)}
@@ -429,7 +429,7 @@ def growth_table(record: str, few: str = "128", many: str = "256", drafts: str =
 
 
 def added(steps: list[tuple[str, str, list[float]]], columns: list[Cell]) -> list[list[str]]:
-    """Return the rows of a table: what each step adds to the times of the one before, and the last times as the sum."""
+    """Return the rows of a table: the time that each step adds to the previous one, and the last times as the sum."""
     rows, before = [], [0.0] * len(columns)
     for hypothesis, change, times in steps:
         texts = [f"{time - last:+.1f}" if rows else shown(time) for time, last in zip(times, before)]
@@ -460,11 +460,11 @@ READING = {
     ),
     "step": ("the token", "the whole step: draw the token, write the output"),
 }
-"""By what the record calls its time: what a large batch may spend time on, and what was run to find out."""
+"""By the record's name of each time: the cost that it includes, and the run that measures it."""
 
 
 def reading_table(record: str) -> str:
-    """Compare the launch that reads with ones that do less: each does what the one before does, and one thing more."""
+    """Compare the launch that reads with simpler ones; each does one thing more than the previous one."""
     results = cells(record, kind="reading")
     columns = [
         {
@@ -489,17 +489,17 @@ def cpu_table(record: str, dtype: str) -> str:
 
 
 def is_kernel(cell: Cell) -> bool:
-    """Tell whether a result is of this package's kernels."""
+    """Return whether a result is of this package's kernels."""
     return cell.provider.startswith("triton")
 
 
 def is_own(cell: Cell) -> bool:
-    """Tell whether a result is of this package's code, in any backend: not of PyTorch's operations or another engine."""
+    """Return whether a result is of this package's code, in any backend."""
     return not cell.provider.lower().startswith(("straightforward", "vllm", "sglang", "flashinfer"))
 
 
 def roofline_plot(record: str) -> str:
-    """Plot the time of a step against the bytes that its outcome needs, with the time that the reference kernel takes."""
+    """Plot the time of a step against the bytes that its outcome needs, with the time of the reference kernel."""
     by_provider: dict[str, list[tuple[float, float]]] = {}
     for cell in cells(record, kind="request", dtype="bfloat16"):
         if "GB" in cell.values:
@@ -567,7 +567,7 @@ def bar_title(cell: Cell) -> str:
 
 
 def least_time(billions: float, terabytes: float, teraflops: float, rows: int) -> float:
-    """Return the least microseconds of the target's call: those of reading its weights, or of computing with them."""
+    """Return the least microseconds of the target's call: to read its weights, or to compute with them."""
     return max(2e9 * billions / (1e6 * terabytes), 2e9 * billions * rows / (1e6 * teraflops))
 
 
@@ -575,12 +575,12 @@ SHOWS = {"time": device_time, "bandwidth": bandwidth, "bytes": megabytes}
 
 
 def of_commit(record: str) -> str:
-    """Return what follows a number of a record that is all of one commit, see `with_marks`."""
+    """Return the commit mark after a number of a record with one commit, see `with_marks`."""
     return f"^{load(record)['commit'][:7]}^"
 
 
 def shards_of(record: str, method: str) -> dict[tuple[int, int], dict[str, dict[str, Any]]]:
-    """Return what was measured of a method over shards, by the numbers of requests and drafts and the way to verify."""
+    """Return the results of a method over shards, by number of requests and drafts and by way to verify."""
     shapes: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
     for result in load(record)["results"]:
         if result["method"] == method:
@@ -602,7 +602,7 @@ SHARD_WAYS = {
 def shards_table(record: str, method: str, removed: str = "") -> str:
     """Compare the ways to verify on several ranks: a row for each, a column for each number of requests and drafts.
 
-    The last row is of the kernels over shards that were `removed`, from a record of a commit that had them.
+    The last row has the removed kernels over shards, from a record of a commit that had them.
     """
     shapes = shards_of(record, method)
     rows = [

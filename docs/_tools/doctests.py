@@ -1,4 +1,4 @@
-"""Doctests in the middle of a docstring's text, shown as code and not as quotations of quotations."""
+"""Doctests in the middle of a docstring's text, rendered as code and not as nested quotations."""
 
 import re
 
@@ -10,7 +10,7 @@ FENCE = re.compile(r"\s*(```+|~~~+)")
 
 
 class DoctestProcessor(Preprocessor):
-    """Put a fence around every doctest that has none."""
+    """Add a fence around every doctest without one."""
 
     def run(self, lines: list[str]) -> list[str]:
         """Return the lines of a text with fences added."""
@@ -33,7 +33,7 @@ class DoctestProcessor(Preprocessor):
 
 
 class DoctestExtension(Extension):
-    """Register the preprocessor before fences are looked for."""
+    """Register the preprocessor before fences are parsed."""
 
     def extendMarkdown(self, md: Markdown) -> None:
         """Register it."""
@@ -41,5 +41,5 @@ class DoctestExtension(Extension):
 
 
 def makeExtension(**options: object) -> DoctestExtension:
-    """Return the extension, as Markdown wants it."""
+    """Return the extension; Markdown calls this function."""
     return DoctestExtension(**options)

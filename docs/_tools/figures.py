@@ -1,7 +1,7 @@
 """Drawings that explain, as a fence.
 
-`step` is one verification step, `launches` what a step launches, `schedule` the order in which rows are read, `packed` where
-the rows and the state of requests are, `shards` a step on two ranks, `level` which tokens may be the last one kept.
+`step` is one verification step, `launches` the launches of a step, `schedule` the order in which rows are read, `packed`
+the rows and slots of requests, `shards` a step on two ranks, `level` the candidates for the last kept token.
 """
 
 import itertools
@@ -32,7 +32,7 @@ def figure_fence(source: str, language: str, css_class: str, options: dict[str, 
 
 
 def step_figure() -> str:
-    """Draw one verification step: three drafts, of which two are accepted."""
+    """Draw one verification step: three drafts, two of them accepted."""
     drafts, emitted = ["sat", "on", "my"], ["sat", "on", "the"]
     left, pitch, width = 64, 74, 66
     columns = [left + pitch * i for i in range(4)]
@@ -82,15 +82,15 @@ LAUNCHES = [
     ),
     ("sample, draft", {0: ("read", "the row"), 4: ("emit", "one token")}),
 ]
-"""Of each kind of step: its launches by column, each with what it does."""
+"""The kinds of steps; for each, the name and the task of its launches, by column."""
 
 
 def launches_figure() -> str:
-    """Draw the launches of each kind of step, and what one leaves for the next."""
+    """Draw the launches of each kind of step, and their results for the next launch."""
     left, pitch, width, height = 1, 73, 64, 40
-    parts = [text(left + width / 2, 14, "read", "tick"), text(left + pitch * 2 + width / 2, 14, "settle", "tick")]
+    parts = [text(left + width / 2, 14, "read", "tick"), text(left + pitch * 2 + width / 2, 14, "decide", "tick")]
     parts.append(text(left + pitch * 4 + width / 2, 14, "emit", "tick"))
-    passed = ["statistics", "stops, statistics", "", "statistics"]
+    passed = ["statistics", "rejections, statistics", "", "statistics"]
     for row, (title, launches) in enumerate(LAUNCHES):
         y = 40 + row * 74
         parts.append(text(left, y - 8, title, "label", "start"))
@@ -112,35 +112,35 @@ def launches_figure() -> str:
         40 + len(LAUNCHES) * 74 - 26,
         "The launches of a step",
         "A launch that reads leaves statistics for a launch that emits. In a large batch the first one decides too, and "
-        "leaves where each request stops. Block verification has three launches between them: one computes ratios, one "
-        "decides about most drafts, one sums the residuals that decide about the rest.",
+        "publishes the first rejected row of each request. Block verification has three launches between them: one "
+        "computes ratios, one decides about most drafts, one sums the residuals that decide about the rest.",
     )
 
 
 @dataclass
 class Schedule:
-    """Play the programs of the launch that reads a large batch: in which order rows are read, and which never are.
+    """Simulate the launch that reads a large batch: the order in which rows are read, and the rows that are not read.
 
-    A program reads half a row in two ticks. The GPU starts programs in order as lanes become free. One whose request is
-    known to have stopped before its offset exits at once, and its lane takes the next in the same tick.
+    A program reads half a row in two ticks. The GPU starts programs in order as lanes become free. A program exits at once
+    if an earlier row of its request is known to be rejected, and its lane starts the next program in the same tick.
     """
 
-    stops: tuple[int, ...] = (3, 0, 1, 2, 0, 3)  # the offset that each request stops at
+    first_rejected: tuple[int, ...] = (3, 0, 1, 2, 0, 3)  # the offset of the first rejected row of each request
     offsets: int = 4  # three drafts and the bonus row
     halves: int = 2
     lanes: int = 10
     ticks: int = 2
-    # Of (request, offset, half): "reading", "read" or "left".
+    # (request, offset, half): "reading", "read" or "left"
     states: dict[tuple[int, int, int], str] = field(default_factory=dict)
-    # Of a request: the offset that it is known to stop at.
-    posted: dict[int, int] = field(default_factory=dict)
+    # request: its first rejected row, once published
+    published: dict[int, int] = field(default_factory=dict)
 
     def frames(self) -> list[tuple[dict[tuple[int, int, int], str], dict[int, int]]]:
-        """Return the states and the stops that are posted after each tick."""
+        """Return the states and the published rejections after each tick."""
         waiting = [
             (request, offset, half)
             for offset in range(self.offsets)
-            for request in range(len(self.stops))
+            for request in range(len(self.first_rejected))
             for half in range(self.halves)
         ]
         running: dict[tuple[int, int, int], int] = {}
@@ -148,12 +148,12 @@ class Schedule:
         while waiting or running:
             while waiting and len(running) < self.lanes:
                 program = waiting.pop(0)
-                if program[1] > self.posted.get(program[0], self.offsets):
+                if program[1] > self.published.get(program[0], self.offsets):
                     self.states[program] = "left"
                 else:
                     self.states[program] = "reading"
                     running[program] = self.ticks
-            result.append((dict(self.states), dict(self.posted)))
+            result.append((dict(self.states), dict(self.published)))
             for program in list(running):
                 running[program] -= 1
                 if running[program] == 0:
@@ -161,9 +161,9 @@ class Schedule:
                     self.states[program] = "read"
                     request, offset, _ = program
                     done = all(self.states.get((request, offset, half)) == "read" for half in range(self.halves))
-                    if done and offset == self.stops[request]:
-                        self.posted[request] = offset
-        result.append((dict(self.states), dict(self.posted)))
+                    if done and offset == self.first_rejected[request]:
+                        self.published[request] = offset
+        result.append((dict(self.states), dict(self.published)))
         return [frame for i, frame in enumerate(result) if i == 0 or frame != result[i - 1]]
 
 
@@ -172,11 +172,11 @@ def schedule_figure() -> str:
     schedule = Schedule()
     frames = schedule.frames()
     inputs, pictures = [], []
-    for number, (states, posted) in enumerate(frames):
+    for number, (states, published) in enumerate(frames):
         checked = " checked" if number == 0 else ""
         button = f'<input type="radio" name="schedule" value="{number}"{checked}/>'
         inputs.append(f"<label>{button}<span>{number + 1}</span></label>")
-        pictures.append(f"<div>{schedule_frame(schedule, states, posted, number, len(frames))}</div>")
+        pictures.append(f"<div>{schedule_frame(schedule, states, published, number, len(frames))}</div>")
     return (
         '<div class="steps"><fieldset><legend>Moment</legend>'
         f'{"".join(inputs)}</fieldset><div class="frames">{"".join(pictures)}</div></div>'
@@ -184,7 +184,7 @@ def schedule_figure() -> str:
 
 
 def schedule_frame(
-    schedule: Schedule, states: dict[tuple[int, int, int], str], posted: dict[int, int], number: int, total: int
+    schedule: Schedule, states: dict[tuple[int, int, int], str], published: dict[int, int], number: int, total: int
 ) -> str:
     """Draw the rows of all requests at one moment."""
     left, top, pitch_x, pitch_y, width, height = 68, 44, 73, 36, 67, 28
@@ -192,7 +192,7 @@ def schedule_frame(
     for offset in range(schedule.offsets):
         name = f"draft {offset}" if offset < schedule.offsets - 1 else "bonus"
         parts.append(text(left + pitch_x * offset + width / 2, 34, name, "tick"))
-    for request, stop in enumerate(schedule.stops):
+    for request, stop in enumerate(schedule.first_rejected):
         y = top + pitch_y * request
         parts.append(text(0, y + 19, f"request {request}", "label", "start"))
         for offset in range(schedule.offsets):
@@ -200,7 +200,7 @@ def schedule_frame(
             for half in range(schedule.halves):
                 state = states.get((request, offset, half), "waiting")
                 parts.append(rect(x + half * width / 2, y, width / 2 - 2, height, f"box {state}", 2))
-            if posted.get(request) == offset:
+            if published.get(request) == offset:
                 final = offset == schedule.offsets - 1
                 parts.append(text(x + width / 2 - 1, y + 20, "emits" if final else "stop", "verdict"))
             elif (
@@ -208,17 +208,17 @@ def schedule_frame(
             ):
                 parts.append(text(x + width / 2 - 1, y + 20, "accepted", "verdict"))
     count = {state: sum(value == state for value in states.values()) for state in ("reading", "read", "left")}
-    programs = len(schedule.stops) * schedule.offsets * schedule.halves
+    programs = len(schedule.first_rejected) * schedule.offsets * schedule.halves
     caption = (
         f"{count['read']} of {programs} half rows read,\n{count['reading']} being read, {count['left']} left unread"
     )
-    y = top + pitch_y * len(schedule.stops) + 18
+    y = top + pitch_y * len(schedule.first_rejected) + 18
     parts.append(text(0, y + 6, caption, "label", "start"))
     return picture(parts, y + 20, f"Which rows are read, moment {number + 1} of {total}", caption.replace("\n", " "))
 
 
 def packed_figure() -> str:
-    """Draw a packed call of three requests: whose each row is, and which slot holds each one's state."""
+    """Draw a packed call of three requests: the request of each row, and the slot of each request."""
     row_starts, slots, num_slots = [0, 4, 5, 8], [3, 0, 4], 5
     left, top, pitch, height = 1, 58, 44.5, 30
     starts = ", ".join(map(str, row_starts))
@@ -252,7 +252,7 @@ def packed_figure() -> str:
 
 
 def timeline_figure() -> str:
-    """Draw the same time spent with and without drafts. A draft is drawn a tenth as long as a call of the target."""
+    """Draw equal times with and without drafts. A draft is a tenth as long as a call of the target."""
     left, call, height = 1, 89, 40
     parts = [text(left, 14, "one token for each call of the target: 4 tokens", "label", "start")]
     for i, word in enumerate(["sat", "on", "the", "mat"]):
@@ -286,7 +286,7 @@ def timeline_figure() -> str:
 
 
 def runs_figure() -> str:
-    """Draw ten drafts as often as q says, what becomes of each, and that the emitted tokens are as frequent as p says."""
+    """Draw ten drafts with the frequencies of q, the outcome of each, and the emitted tokens with the frequencies of p."""
     words = ["the", "a", "my"]
     p, q, runs = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6]), 10
     accepted = [runs * q[i] * acceptance_probability(p[i], q[i]) for i in range(3)]
@@ -323,7 +323,7 @@ def runs_figure() -> str:
 
 
 def count_words(found: list[str], words: list[str]) -> str:
-    """Say how often each word was found."""
+    """Return the count of each word as text."""
     return ", ".join(f"{found.count(word)} “{word}”" for word in words if word in found)
 
 
@@ -366,7 +366,7 @@ def greedy_figure() -> str:
 
 
 def race_figure() -> str:
-    """Draw two draws of the same exponential numbers: one where target and draft select one token, one where they differ."""
+    """Draw two races: one where target and draft select the same token, one where they differ."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
     left, right, top, pitch, panel, seed = 92, 344, 46, 40, 160, 0
     parts, told = [], []
@@ -414,12 +414,12 @@ RACES = (30, 53)
 
 
 def numbers(values: Any) -> str:
-    """Say some numbers."""
+    """Return numbers as text."""
     return ", ".join(f"{value:.2f}" for value in values)
 
 
 def strict_step_figure() -> str:
-    """Draw one step of strict verification: noise of each position drives the draft and the target's own sample."""
+    """Draw one step of strict verification: the noise of each position determines the draft and the target's own sample."""
     drafts, samples = ["sat", "on", "my"], ["sat", "on", "the"]
     left, pitch, width = 64, 74, 66
     parts = []
@@ -531,12 +531,12 @@ BLOCK_PAIR = ((Fraction(2, 5), Fraction(3, 5)), (Fraction(4, 5), Fraction(1, 5))
 
 
 class DraftPath(NamedTuple):
-    """Drafts, and what becomes of them."""
+    """A path of drafts, and its acceptance probabilities."""
 
     drafts: tuple[int, ...]
-    proposed: Fraction  # how often these drafts are proposed
+    proposed: Fraction  # the probability that these drafts are proposed
     by_token: Fraction  # the probability that all are accepted, given them: by token verification
-    by_block: Fraction  # and by block verification: the running ratio
+    by_block: Fraction  # the same by block verification: the running ratio
 
 
 def draft_paths(length: int) -> list[DraftPath]:
@@ -562,7 +562,7 @@ def short(value: Fraction) -> str:
 
 
 def block_tree_figure() -> str:
-    """Draw the four paths of two drafts: how often each is proposed, and how often it is accepted, given the path."""
+    """Draw the four paths of two drafts: the probability of each, and its acceptance probability given the path."""
     ratios = [p / q for p, q in zip(*BLOCK_PAIR)]
     indent, tall, gap, width, columns = 26, 58, 8, 184, (254, 326)
     parts = [
@@ -603,7 +603,7 @@ def block_tree_figure() -> str:
 
 
 def product(before: Fraction, ratio: Fraction) -> str:
-    """Say how the next running ratio is computed, with the minimum where it acts."""
+    """Return the formula of the next running ratio as text, with the minimum where it matters."""
     after = Fraction(running_ratio(before, ratio, 1))
     factors = f"{short(before)} · {short(ratio)}"
     return f"{factors} = {short(after)}" if before * ratio <= 1 else f"min(1, {factors}) = {short(after)}"
@@ -617,7 +617,7 @@ def node(x: float, y: float, width: float, height: float, lines: list[str], look
 
 
 def block_bars_figure() -> str:
-    """Draw a bar for each path of two drafts: as wide as the path is often proposed, as high as it is often accepted."""
+    """Draw a bar for each path of two drafts: its width is the path's probability, its height the acceptance probability."""
     left, right, top, bottom = 46, WIDTH - 14, 34, 214
     paths = draft_paths(2)
     parts = [text(4, 14, "both drafts accepted, given these drafts", "label", "start")]
@@ -664,11 +664,11 @@ def block_bars_figure() -> str:
 
 
 def band_figure() -> str:
-    """Draw accept decisions by how far they were from the opposite one, and the band in which another backend may differ."""
+    """Draw accept decisions by margin, and the band in which another backend may differ."""
     middle, reach, y = WIDTH / 2, 165, 92
     band = 1e-4
 
-    def x_of(slack: float) -> float:  # logarithmic on both sides; within a millionth of 0 there is nothing to see
+    def x_of(slack: float) -> float:  # logarithmic on both sides; within a millionth of 0 nothing is shown
         return middle + math.copysign(reach * math.log10(max(abs(slack), 1e-6) / 1e-6) / 6.5, slack)
 
     parts = [rect(x_of(-band), 40, x_of(band) - x_of(-band), 52, "box new"), path([(0, y), (WIDTH, y)], "axis")]
@@ -684,7 +684,7 @@ def band_figure() -> str:
         slack = decision.margin if decision.index else -decision.margin
         inside = abs(slack) < band
         label = (f"{slack:.5f}" if inside else f"{slack:.2g}").replace("-", "−")
-        x = x_of(slack) + (18 if inside else 0)  # or the label crosses the edge of the band
+        x = x_of(slack) + (18 if inside else 0)  # otherwise the label crosses the edge of the band
         parts += [mark(x_of(slack), y - 14, "s1"), text(x, y - 26, label, "small")]
         told.append(f"{'accepted' if decision.index else 'rejected'} by {decision.margin:.2g} nats")
     parts.append(text(middle, y + 47, "log p(x) − log q(x) − log u, in nats\n(logarithmic on both sides)", "label"))
@@ -702,7 +702,7 @@ LEVEL_ROW = ((3, 1, 0, 2), (7, 2, 6, 1), (2, 4, 1, 0), (1, 8, 3, 5), (5.5, 0, 2,
 
 
 def level_figure() -> str:
-    """Draw the maxima of blocks, the level that k of them reach, and the tokens from the level on."""
+    """Draw the maxima of blocks, the level that k maxima reach, and the tokens at or above the level."""
     k, left, pitch, width, bottom, unit = 3, 20, 56, 51, 170, 16
     level = sorted(map(max, LEVEL_ROW))[-k]
     logits = np.array(LEVEL_ROW, dtype=float).ravel()
@@ -748,11 +748,11 @@ SHARD_STEPS = [
     ("tokens\nof its requests", "all-gather: tokens and counts"),
     ("tokens\nof all requests", ""),
 ]
-"""What each rank has, and what then travels."""
+"""The data of each rank, and the exchanges."""
 
 
 def shards_figure() -> str:
-    """Draw a step of verification on two ranks: what each has, and what they exchange."""
+    """Draw a step of verification on two ranks: the data of each, and the exchanges."""
     left, gap, width, height = 1, 12, 172, 42
     columns = [left, left + width + gap]
     parts, y = [], 12.0

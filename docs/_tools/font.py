@@ -1,14 +1,14 @@
-"""The font of formulas: the part of STIX Two Math that pages can need, cut out when the site is built.
+"""The font of formulas: a subset of STIX Two Math for the characters of pages, made when the site is built.
 
-The font (SIL Open Font License 1.1) comes with the ziamath package. Formulas are readable without it, in whatever font the
-reader's system has for mathematics.
+The font (SIL Open Font License 1.1) comes with the ziamath package. Without it, formulas use the mathematics font of the
+reader's system.
 """
 
 from importlib.util import find_spec
 from pathlib import Path
 
 FONT = Path(__file__).parent.parent / "fonts" / "math.woff2"
-"""Where the stylesheet expects it; not under version control."""
+"""The path that the stylesheet expects; not under version control."""
 
 CHARACTERS = [
     (0x0020, 0x007E),  # Latin
@@ -16,7 +16,7 @@ CHARACTERS = [
     (0x0391, 0x03D6),  # Greek
     (0x2016, 0x2033),  # dots, primes
     (0x2061, 0x2064),  # invisible operators
-    (0x2102, 0x2133),  # letters that mathematics had before there were planes
+    (0x2102, 0x2133),  # letters outside the mathematical alphabets
     (0x2190, 0x21D5),  # arrows
     (0x2200, 0x22F1),  # operators
     (0x2308, 0x230B),  # floor, ceiling
@@ -35,7 +35,7 @@ CHARACTERS = [
 
 
 def write_font() -> None:
-    """Write the font, unless it is there and newer than this file."""
+    """Write the font, unless it exists and is newer than this file."""
     if FONT.exists() and FONT.stat().st_mtime > Path(__file__).stat().st_mtime:
         return
     from fontTools import subset
@@ -51,4 +51,4 @@ def write_font() -> None:
     FONT.parent.mkdir(exist_ok=True)
     part = FONT.with_suffix(".part")
     subset.save_font(font, str(part), options)
-    part.replace(FONT)  # at once: two builds may run side by side
+    part.replace(FONT)  # atomically: two builds may run at the same time

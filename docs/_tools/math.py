@@ -1,8 +1,8 @@
 r"""Mathematics as MathML, made when the site is built: no script runs in the reader's browser.
 
 `pymdownx.arithmatex`, in its generic mode, finds `$...$` and `$$...$$` and leaves elements of the class `arithmatex` that
-hold TeX. This Markdown extension converts what they hold. TeX that cannot be converted, or that is in a heading (where
-tables of contents and the search would show it raw), ends the build.
+hold TeX. This Markdown extension converts this TeX. The build fails if TeX cannot be converted, or is in a heading (where
+tables of contents and the search would show it raw).
 """
 
 import re
@@ -21,7 +21,7 @@ MACROS = {
     "TV": r"\operatorname{TV}",
     "argmax": r"\operatorname*{arg\,max}",
 }
-"""What pages may use beyond LaTeX's own commands."""
+"""Additional commands for pages, beyond LaTeX's own."""
 
 
 class MathProcessor(Treeprocessor):
@@ -44,7 +44,7 @@ class MathProcessor(Treeprocessor):
             except LatexError as error:
                 raise ValueError(f"TeX that cannot be converted: {tex!r}: {error}") from error
             element.text = self.md.htmlStash.store(mathml)
-            if element.tag == "span":  # no line breaks between a formula and the comma or bracket beside it
+            if element.tag == "span":  # no line breaks between a formula and an adjacent comma or bracket
                 tail = element.tail or ""
                 after = re.match(r"[.,;:!?)\]]*", tail).group()
                 element.text = take_brackets(*before[element]) + element.text + after
@@ -52,7 +52,7 @@ class MathProcessor(Treeprocessor):
 
 
 def take_brackets(parent: Element, index: int) -> str:
-    """Take opening brackets away from the end of the text before a child, and return them."""
+    """Remove opening brackets at the end of the text before a child, and return them."""
     holder, name = (parent[index - 1], "tail") if index else (parent, "text")
     text = getattr(holder, name) or ""
     setattr(holder, name, text.rstrip("(["))
@@ -60,19 +60,19 @@ def take_brackets(parent: Element, index: int) -> str:
 
 
 def is_math(element: Element) -> bool:
-    """Tell whether an element holds TeX."""
+    """Return whether an element holds TeX."""
     return "arithmatex" in element.get("class", "").split()
 
 
 class MathExtension(Extension):
-    """Convert what arithmatex leaves, and see to it that the font is there."""
+    """Convert the elements of arithmatex, and write the font."""
 
     def extendMarkdown(self, md: Markdown) -> None:
-        """Register behind the inline patterns."""
+        """Register after the inline patterns."""
         write_font()
         md.treeprocessors.register(MathProcessor(md), "mathml", 12)
 
 
 def makeExtension(**options: object) -> MathExtension:
-    """Return the extension, as Markdown wants it."""
+    """Return the extension; Markdown calls this function."""
     return MathExtension(**options)

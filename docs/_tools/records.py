@@ -1,4 +1,4 @@
-"""The committed benchmark records: read, checked and looked up. Nothing on a page is a number that somebody typed."""
+"""The committed benchmark records: read, checked and looked up. No number on a page is typed by hand."""
 
 import json
 import re
@@ -25,7 +25,7 @@ KINDS = {
     "small kernels": "small kernels",
     "sizes that change": "sizes",
 }
-"""What a group is about, by the words that it starts with; most have none of these."""
+"""The kind of a group, by its first words; most groups have none of these."""
 
 GROUP = re.compile(
     rf"((?P<of>{'|'.join(KINDS)}), )?"
@@ -34,7 +34,7 @@ GROUP = re.compile(
 )
 
 ROWS = {None: "peaked", "rows without structure": "peaked", "rows of SmolLM2": "real"}
-"""The kinds of rows by their names in groups; other names are "flat rows" for flat ones, and so on."""
+"""The kinds of rows by their names in groups; other kinds have names like "flat rows"."""
 
 TITLES = {
     "triton": "`probabilistic`",
@@ -50,11 +50,11 @@ TITLES = {
     "triton packed": "`probabilistic`, packed",
     "triton, top-p .95": "`probabilistic`, top-p .95",
 }
-"""What the providers of the benchmarks are called on pages; other Triton ones are called by what follows that word."""
+"""The names of providers on pages; other Triton providers are named by the words after "triton"."""
 
 
 class Cell(NamedTuple):
-    """One result of a record and what it is of."""
+    """One result of a record, with its provider, shape and commit."""
 
     kind: str  # "request", "row", or one of `KINDS`
     count: int  # requests or rows
@@ -65,22 +65,22 @@ class Cell(NamedTuple):
     provider: str
     values: dict[str, Any]
     rows: str = "realistic"
-    commit: str | None = None  # that it was measured at, in seven digits
+    commit: str | None = None  # the measured commit, in seven digits
 
     @property
     def of_commit(self) -> str:
-        """What follows a number of this result in a text, for `benchmarks.with_marks`."""
+        """The commit mark after a number of this result, for `benchmarks.with_marks`."""
         return f"^{self.commit}^" if self.commit else ""
 
     @property
     def reference(self) -> float:
-        """What the reference kernel read in the run that this result is of, in TB/s."""
+        """The bandwidth of the reference kernel in the run of this result, in TB/s."""
         rate: float = self.values["TB/s"] / self.values["fraction"]
         return rate
 
     @property
     def title(self) -> str:
-        """What the provider is called on pages."""
+        """The name of the provider on pages."""
         if self.provider in TITLES:
             return TITLES[self.provider]
         name, _, rest = self.provider.removeprefix("triton ").partition(" with ")
@@ -131,7 +131,7 @@ def all_cells(name: str) -> Iterator[Cell]:
 
 
 def one_commit(*results: Cell) -> Cell:
-    """Return the first of the results that a difference or ratio is drawn from; they must be of one commit."""
+    """Return the first of several results; raise unless all have the same commit."""
     if len({cell.commit for cell in results}) > 1:
         raise LookupError(f"measured at different commits: {[(cell.title, cell.commit) for cell in results]}")
     return results[0]
@@ -142,7 +142,7 @@ def look_up(where: str) -> float | str:
 
     `h200; 256, 3, 0.7; triton` is the median time on the device for 256 requests of 3 drafts at that temperature in
     bfloat16; a fourth part names another value, as in `h200; 1, 3, 0.7; triton; call_us`; `cpu; 8, 3; strict` has no
-    temperature. `h200; gpu` is what the record says of itself.
+    temperature. `h200; gpu` is an entry of the record itself.
     """
     name, *parts = (part.strip() for part in where.split(";"))
     if len(parts) == 1:
@@ -158,7 +158,7 @@ def look_up(where: str) -> float | str:
 
 
 def result_of(where: str) -> Cell:
-    """Return the result that a number is looked up in."""
+    """Return the result that contains a number."""
     name, shape, provider, *key = (part.strip() for part in where.split(";"))
     count, drafts, *temperature = (float(number) for number in shape.split(","))
     wanted: dict[str, object] = {"count": count, "drafts": drafts, "dtype": "bfloat16", "provider": provider}

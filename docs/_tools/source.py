@@ -1,11 +1,11 @@
-"""Source shown on a page, taken from its file when the site is built and found by name, never by line.
+"""Source code on a page, taken from its file when the site is built and found by name, never by line.
 
     ```source
     reference/probabilistic.py: acceptance_probability, residual
     ```
 
-A name is a function, a class, a method (`Class.method`) or a constant; the body `without docstring` on a further line leaves
-docstrings out. A file or name that is not there ends the build.
+A name is a function, a class, a method (`Class.method`) or a constant; the words `without docstring` on a further line
+omit docstrings. The build fails if a file or name does not exist.
 """
 
 import ast
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 def source_fence(
     source: str, language: str, css_class: str, options: dict[str, Any], md: Markdown, **kwargs: Any
 ) -> str:
-    """Return what a fence names, as highlighted code under the path of its file."""
+    """Return the definitions of a fence, as highlighted code under the path of their file."""
     first, *others = source.strip().splitlines()
     path, _, names = first.partition(":")
     with_docstring = "without docstring" not in [line.strip() for line in others]

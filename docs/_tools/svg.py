@@ -1,7 +1,7 @@
-"""Inline SVG: a logarithmic plot, and the few shapes that the drawings are made of.
+"""Inline SVG: a logarithmic plot, and the basic shapes of the drawings.
 
-Colours are classes, which the stylesheet sets from the theme's variables: so pictures follow the palette. Pictures are drawn
-as wide as a phone's column: a unit is a pixel there, and text has 12 or more.
+Colours are classes, which the stylesheet sets from the theme's variables, so pictures follow the palette. Pictures have
+the width of a phone's column: one unit is one pixel there, and text has at least 12.
 """
 
 import math
@@ -13,7 +13,7 @@ WIDTH, LEADING = 358, 15
 
 
 class Series(NamedTuple):
-    """Points that share a name and a look."""
+    """Points with one name and one style."""
 
     title: str
     look: str  # a class of the stylesheet, such as s1
@@ -23,7 +23,7 @@ class Series(NamedTuple):
 
 
 def text(x: float, y: float, content: str, css: str = "", anchor: str = "middle") -> str:
-    """Return a text element. If it has several lines, they lie around y."""
+    """Return a text element. Several lines are centred around y."""
     first, *others = escape(content).split("\n")
     spans = "".join(f'<tspan x="{x:.1f}" dy="{LEADING}">{line}</tspan>' for line in others)
     y -= LEADING / 2 * len(others)
@@ -42,7 +42,7 @@ def path(points: Sequence[tuple[float, float]], css: str) -> str:
 
 
 def picture(parts: Sequence[str], height: float, title: str, description: str, width: float = WIDTH) -> str:
-    """Return an SVG element with a text for those who cannot see it."""
+    """Return an SVG element with an alternative text."""
     label = escape(f"{title}. {description}", quote=True)
     return (
         f'<svg class="picture" viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{label}">'
@@ -51,7 +51,7 @@ def picture(parts: Sequence[str], height: float, title: str, description: str, w
 
 
 def mark(x: float, y: float, look: str) -> str:
-    """Return a point's mark, whose shape follows its look: told apart without colours too."""
+    """Return a point's mark. Its shape depends on its style, so series differ also without colours."""
     shape = int(look[1:]) % 4
     if shape == 1:
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="mark {look}"/>'
@@ -63,7 +63,7 @@ def mark(x: float, y: float, look: str) -> str:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2, 5 and 10 times powers of ten in a range, or the powers alone where it is wide."""
+    """Return 1, 2, 5 and 10 times powers of ten in a range, or only the powers if the range is wide."""
     steps = (1,) if high / low > 200 else (1, 2, 5)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [value for power in powers for step in steps if low <= (value := step * 10.0**power) <= high]

@@ -29,7 +29,7 @@ def draw(weights):
 
 
 def each_request(step):
-    """Make a step of one request into a verifier of many, for `specdecode check`."""
+    """Turn a step of one request into a verifier of many requests, for `specdecode check`."""
 
     def verify(target_logits, draft_token_ids, draft_logits):
         p, q = softmax(target_logits), softmax(draft_logits)
@@ -46,11 +46,11 @@ from specdecode.checking import check
 
 examples = {}
 results = {}
-"""What came out of each skeleton and solution: whether it passed, and the accepted drafts of a step."""
+"""The result of each skeleton and solution: whether it passed, and the accepted drafts of a step."""
 
 
 def try_it(title, verify, draft=None, *, requests=5_000):
-    """Print the verdict, how many drafts a step accepts, and the known mistake that fits best."""
+    """Print the verdict, the mean number of accepted drafts, and the known mistake that fits best."""
     report = check(verify, draft, requests=requests)
     accepted = next(each.detail for each in report.checks if each.name == "acceptance").split(" accepted")[0]
     results[title] = report.passed, float(accepted)
@@ -59,7 +59,7 @@ def try_it(title, verify, draft=None, *, requests=5_000):
 
 
 def run_examples(title, function):
-    """Print how many examples come out as they should: those of the first function of that name."""
+    """Print the number of passing examples of the first function of that name."""
     text = examples.setdefault(function.__name__, function.__doc__)
     test = doctest.DocTestParser().get_doctest(text, dict(globals()), title, __file__, 0)
     runner = doctest.DocTestRunner(verbose=False)
@@ -195,7 +195,7 @@ run_examples("3. emitted, solution", emitted)
 
 # --8<-- [start:strict-skeleton]
 def gumbels(seed, position, vocab_size):
-    """Return the noise of a request at a position: the same whenever it is asked for."""
+    """Return the noise of a request at a position, the same in every call."""
     return np.random.default_rng([seed, position]).gumbel(size=vocab_size)
 
 
@@ -208,7 +208,7 @@ def strict(target_logits, draft_token_ids, *, seeds, positions):
     output = np.full((len(seeds), target_logits.shape[1]), -1)
     for r, rows in enumerate(target_logits):
         for i, row in enumerate(rows):
-            noise = random.gumbel(size=len(row))  # TODO that of this position
+            noise = random.gumbel(size=len(row))  # TODO the noise of this position
             y = (row + noise).argmax()  # the target's own token
             output[r, i] = y
             if i == len(rows) - 1 or y != draft_token_ids[r, i]:
@@ -278,9 +278,10 @@ try_it("5. block, solution", block)
 
 # --8<-- [start:walk-skeleton]
 def walk(own, token_ids, parents):
-    """Return the accepted nodes, and the emitted tokens: theirs and one more.
+    """Return the accepted nodes, and the emitted tokens: the tokens of these nodes and one more.
 
-    The target's own token is 7 after node 0, which is node 2; then 9, which is node 4; then 1, which is no node.
+    The target's own token is 7 after node 0, which is node 2; then 9, which is node 4; then 1, which is not a child of
+    node 4.
 
     >>> token_ids, parents = [0, 5, 7, 6, 9], [-1, 0, 0, 2, 2]
     >>> own = {0: 7, 2: 9, 4: 1}
@@ -327,7 +328,7 @@ run_examples("6. walk, solution", walk)
 
 # --8<-- [start:truncate-skeleton]
 def truncate(p, top_k, top_p):
-    """Return p', the distribution over the tokens that are kept.
+    """Return p', the distribution over the kept tokens.
 
     >>> p = np.array([0.1, 0.4, 0.2, 0.3])
     >>> truncate(p, top_k=3, top_p=1.0).round(3).tolist()

@@ -19,7 +19,7 @@ K = 3
 
 
 class ParallelModel:
-    """A language model of whose head this rank holds some rows, as tensor-parallel engines split it."""
+    """A language model with this rank's rows of the head, as tensor-parallel engines split it."""
 
     def __init__(self, folder, start: int, end: int):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -3,8 +3,8 @@
     c_{i+1} = min(1, c_i p(x_i) / q(x_i)),  c_0 = 1
     h_i = A_i / (A_i + 1 - c_i),  A_i = sum of max(0, c_i p - q) over the row after i drafts;  h_K = c_K
 
-A program has one request. It goes through all drafts, since a failure at i does not end the search, and keeps the last i
-that holds. Each A_i takes a second read of two rows. `verify_by_blocks`: the A_i are still left to one program.
+A program has one request. It tests all i, since a failure at i does not end the search, and keeps the last i that passes.
+Each A_i requires a second read of two rows. In `verify_by_blocks`, one program still computes all A_i.
 
 Drafts 0, 1 have p / q = 1/2 and 3, so c_2 = 1: always accepted. Drafts 0, 0 have c_1 = 1/2 and c_2 = 1/4:
 
@@ -60,7 +60,7 @@ def verify_kernel(target_rows, draft_rows, drafts_ptr, keys_ptr, output_ptr, num
     target = load_row(target_rows, first + accepted + request, size, T)
     draft = load_row(draft_rows, first + accepted, tl.where(accepted < count, size, 0), T)
     token = recover(target, draft, accepted_ratio, seed, position + accepted, T)
-    if token < 0:  # nothing is left of c p - q, but for rounding
+    if token < 0:  # the residual rounds to nothing
         token = recover(target, (draft[0], 0, 0.0), 1.0, seed, position + accepted, T)
     tl.store(output_ptr + first + request + accepted, token)
 
@@ -74,6 +74,6 @@ def verify(target_logits, draft_token_ids, draft_logits, keys, temperature, sums
 
 
 def verify_by_blocks(target_logits, draft_token_ids, draft_logits, keys, temperature):
-    """Return the same."""
+    """Return the tokens of `verify`, computed by blocks."""
     sums = log_block_sums(target_logits, temperature), log_block_sums(draft_logits, temperature)
     return verify(target_logits, draft_token_ids, draft_logits, keys, temperature, sums)

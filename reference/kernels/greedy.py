@@ -2,8 +2,8 @@
 
 `verify`: one program a request. It reads row after row, 1,024 logits at a time, and stops at the first draft that is not an
 argmax. A row of 151,936 tokens is 149 loads, one after the other.
-`verify_by_blocks`: two launches. First a program for each block leaves its maximum, 4 bytes for 4,096 read. Then a program
-for each request takes the largest of a row's maxima, and reads that block again for the token that has it.
+`verify_by_blocks`: two launches. First a program for each block stores its maximum, 4 bytes for 4,096 read. Then a
+program for each request takes the largest of a row's maxima, and reads that block again to find the token.
 
 The argmaxes of these rows are 1, 0 and 2:
 
@@ -31,7 +31,7 @@ def request_kernel(target_ptr, drafts_ptr, output_ptr, num_draft_tokens, vocab_s
         largest, token = -float("inf"), 0
         for block in range(tl.cdiv(vocab_size, BLOCK_SIZE)):
             logits = load_block(target_ptr + row * vocab_size, block, vocab_size)
-            if tl.max(logits, 0) > largest:  # the first, of equal logits
+            if tl.max(logits, 0) > largest:  # the first of equal logits
                 largest, token = tl.max(logits, 0), tl.argmax(logits, 0) + block * BLOCK_SIZE
         tl.store(output_ptr + row, token)
         draft = tl.load(drafts_ptr + row - request, mask=offset < num_draft_tokens, other=-1)
@@ -41,7 +41,7 @@ def request_kernel(target_ptr, drafts_ptr, output_ptr, num_draft_tokens, vocab_s
 
 @triton.jit
 def block_max_kernel(target_ptr, maxima_ptr, vocab_size):
-    """Leave the largest logit of one block of one row."""
+    """Store the largest logit of one block of one row."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     logits = load_block(target_ptr + row * vocab_size, block, vocab_size)
     tl.store(maxima_ptr + row * tl.num_programs(0) + block, tl.max(logits, 0))
@@ -49,7 +49,7 @@ def block_max_kernel(target_ptr, maxima_ptr, vocab_size):
 
 @triton.jit
 def emit_kernel(target_ptr, maxima_ptr, drafts_ptr, output_ptr, num_draft_tokens, vocab_size):
-    """Verify one request, by the maxima of its blocks."""
+    """Verify one request, given the maxima of its blocks."""
     request = tl.program_id(0).to(tl.int64)
     offset, accepted = 0, True
     while accepted:
@@ -71,7 +71,7 @@ def verify(target_logits, draft_token_ids):
 
 
 def verify_by_blocks(target_logits, draft_token_ids):
-    """Return the same."""
+    """Return the tokens of `verify`, computed by blocks."""
     batch, num_rows, vocab_size = target_logits.shape
     token_ids = torch.full_like(target_logits[..., 0], -1, dtype=torch.int64)
     maxima = target_logits.new_empty(batch, num_rows, triton.cdiv(vocab_size, BLOCK_SIZE.value))

@@ -1,7 +1,7 @@
 """Noise in Triton: the random numbers of `reference.philox`, computed by the program that needs them.
 
-No tensor of noise is written or read. The number that belongs to (seed, position, index, domain) is the same in every
-kernel, so a kernel that divides its work in another way still draws the same tokens.
+No tensor of noise is written or read. The number of (seed, position, index, domain) is the same in every kernel, so
+kernels that divide the work differently draw the same tokens.
 """
 
 import triton

@@ -59,7 +59,7 @@ def verify_kernel(target_rows, draft_rows, drafts_ptr, keys_ptr, output_ptr, num
         accepted = is_possible & (tl.log(u) <= log_p - log_q)
         if not accepted:
             token = recover(target, draft, 1.0, seed, position + offset, T)
-            if token < 0:  # p and q agree, but for rounding
+            if token < 0:  # p and q agree up to rounding
                 token = recover(target, (draft[0], 0, 0.0), 1.0, seed, position + offset, T)
         tl.store(output_ptr + draft_row + request, token)
         offset += 1
@@ -74,6 +74,6 @@ def verify(target_logits, draft_token_ids, draft_logits, keys, temperature, sums
 
 
 def verify_by_blocks(target_logits, draft_token_ids, draft_logits, keys, temperature):
-    """Return the same."""
+    """Return the tokens of `verify`, computed by blocks."""
     sums = log_block_sums(target_logits, temperature), log_block_sums(draft_logits, temperature)
     return verify(target_logits, draft_token_ids, draft_logits, keys, temperature, sums)

@@ -1,7 +1,7 @@
 """Rows in Triton: reading a row of logits, 1,024 tokens at a time, and its statistics.
 
-With l the logits of a row and T the temperature, log p(x) = l_x / T - log(sum of exp(l_v / T)). The probabilities are never
-written: a row stays as the model wrote it, and one number more is the distribution.
+With l the logits of a row and T the temperature, log p(x) = l_x / T - log(sum of exp(l_v / T)). The probabilities are
+never written: a row of logits and one more number define the distribution.
 """
 
 import triton
@@ -10,9 +10,9 @@ import triton.language as tl
 BLOCK_SIZE = tl.constexpr(1024)
 """Tokens of a block. Seeded tokens depend on it."""
 MAX_BLOCKS = tl.constexpr(256)
-"""The number of a row's blocks, or more; a power of two, as Triton's vectors have."""
+"""At least the number of a row's blocks; a power of two, as Triton's vectors require."""
 NOTHING = tl.constexpr(-1e30)
-"""The logarithm of a sum of nothing: as good as -inf, and finite, so differences of two are numbers."""
+"""The logarithm of an empty sum: effectively -inf, but finite, so that differences of two are not NaN."""
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def load_block(row_ptr, block, vocab_size):
 def log_sum(log_weights):
     """Return log(sum(exp(log_weights))) of a vector, -1e30 if all weights are 0.
 
-    The largest term is factored out, so nothing overflows, and the sum of what is left is at least 1.
+    The largest term is factored out, so nothing overflows, and the remaining sum is at least 1.
     """
     largest = tl.maximum(tl.max(log_weights, 0), NOTHING)
     return largest + tl.log(tl.maximum(tl.sum(tl.exp(log_weights - largest), 0), 1e-30))

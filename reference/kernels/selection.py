@@ -1,7 +1,7 @@
 """Selection in Triton: the first of two launches, and the draw from one block.
 
-`log_block_sums` reads rows, one program for each block, and leaves log S_b of every block: 4 bytes for 4,096 bytes read. S_b
-is the sum of exp(l_v / T) over the tokens of block b. A row of 151,936 tokens has 149 programs, which run at the same
+`log_block_sums` reads rows, one program for each block, and stores log S_b of every block: 4 bytes for 4,096 bytes read.
+S_b is the sum of exp(l_v / T) over the tokens of block b. A row of 151,936 tokens has 149 programs, which run at the same
 time, where the one program of a request would read one block after the other.
 
 A token is drawn by two-level Gumbel-max, see `reference.selection`: the block with the largest log S_b + G(b), then the

@@ -5,7 +5,7 @@ This is `greedy` with a token that is drawn in place of the argmax:
     block b = argmax log S_b + G(b)        token v = argmax l_v / T + G'(v) in block b
 
 `verify`: one program a request. It sums block after block and keeps the largest score: each row is read once, and one block
-again. `verify_by_blocks`: `log_block_sums` reads all rows; then a program a request has only scores to compare.
+again. `verify_by_blocks`: `log_block_sums` reads all rows; then a program for each request compares scores.
 
 With this key the target draws tokens 1 and 2:
 
@@ -47,7 +47,7 @@ def request_kernel(target_ptr, drafts_ptr, keys_ptr, output_ptr, num_draft_token
 
 @triton.jit
 def emit_kernel(target_ptr, sums_ptr, drafts_ptr, keys_ptr, output_ptr, num_draft_tokens, vocab_size, temperature):
-    """Verify one request, by the sums of its blocks."""
+    """Verify one request, given the sums of its blocks."""
     request = tl.program_id(0).to(tl.int64)
     seed, position = tl.load(keys_ptr + 2 * request), tl.load(keys_ptr + 2 * request + 1)
     offset, accepted = 0, True
@@ -72,7 +72,7 @@ def verify(target_logits, draft_token_ids, keys, temperature):
 
 
 def verify_by_blocks(target_logits, draft_token_ids, keys, temperature):
-    """Return the same."""
+    """Return the tokens of `verify`, computed by blocks."""
     batch, num_rows, vocab_size = target_logits.shape
     token_ids = torch.full((batch, num_rows), -1, device=keys.device)
     sums = log_block_sums(target_logits, temperature)

@@ -37,6 +37,9 @@ def add_options(command: ArgumentParser) -> None:
     command.add_argument("--only", metavar="NAME", help="ask one question alone, a name of the report's")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument(
+        "--junit", type=Path, metavar="FILE", help="also write the report to FILE as JUnit XML, for CI"
+    )
+    command.add_argument(
         "--progress", action="store_true", default=None, help="show progress, also if standard error is no terminal"
     )
     server = command.add_argument_group("a running server, in place of SUBJECT")
@@ -68,7 +71,7 @@ def run(options: Namespace) -> int:
     if options.server:
         names = ("against", "samples", "top_logprobs", "timeout", "api_key", "progress")
         report = check_server(options.server, options.model, **{name: getattr(options, name) for name in names})
-        return show(report, options.json)
+        return show(report, options)
     files: dict[Path, ModuleType] = {}
     subject = load(options.subject, files)
     draft = load_function("draft", options.draft, files) if options.draft else subject.draft
@@ -83,10 +86,15 @@ def run(options: Namespace) -> int:
         progress=options.progress,
         name=subject.name,
     )
-    return show(report, options.json)
+    return show(report, options)
 
 
-def show(report: Report, as_json: bool) -> int:
-    """Print a report and return the exit status."""
-    print(json.dumps(report.as_dict(), indent=2) if as_json else report)
+def show(report: Report, options: Namespace) -> int:
+    """Print a report, write its file, and return the exit status."""
+    if options.junit:
+        from specdecode.checking.junit import junit
+
+        options.junit.parent.mkdir(parents=True, exist_ok=True)
+        options.junit.write_bytes(junit(report))
+    print(json.dumps(report.as_dict(), indent=2) if options.json else report)
     return int(not report.passed)

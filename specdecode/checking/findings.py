@@ -24,11 +24,11 @@ class Finding(NamedTuple):
     name: str
     p_value: float | None
     passed: bool
-    """What counts if there is no p-value."""
+    """The result if there is no p-value."""
 
     what: str
     seen: str = ""
-    """How it differs, said if it failed."""
+    """The difference, reported if it failed."""
 
     fit: Fit | None = None
     notes: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Finding(NamedTuple):
     """Whether there is only one right outcome: then one other is proof."""
 
     within: str = ""
-    """What is added if it passes."""
+    """The text that is added if it passes."""
 
     def verdict(self, threshold: float) -> bool:
         """Return whether it passes."""

@@ -1,4 +1,4 @@
-"""What is reported and not required."""
+"""Notes: results that are reported but not required."""
 
 import numpy as np
 

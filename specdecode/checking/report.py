@@ -1,4 +1,4 @@
-"""What a run found, as a table that can be pasted into a bug report."""
+"""The report of a run: a table that can be pasted into a bug report."""
 
 import textwrap
 from dataclasses import asdict, dataclass, field
@@ -19,6 +19,13 @@ class Check:
     """None: it was decided without statistics."""
 
     detail: str
+
+    def lines(self, width: int) -> list[str]:
+        """Return the lines of the table, with the name padded to a width."""
+        p_value = "" if self.p_value is None else f"p = {self.p_value:.2g}"
+        first, *others = self.detail.splitlines() or [""]
+        line = f"{'ok  ' if self.passed else 'FAIL'}  {self.name:{width}}  {p_value:12}  {first}"
+        return [line.rstrip(), *(f"      {line}" for line in others)]
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,15 @@ class Report:
         """Whether every check passed."""
         return all(check.passed for check in self.checks)
 
+    def raise_if_wrong(self) -> None:
+        """Raise an exception with the report as its text if a check failed.
+
+        Raises:
+            AssertionError: a check failed.
+        """
+        if not self.passed:
+            raise AssertionError(str(self))
+
     def as_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary that JSON can hold."""
         return {"passed": self.passed, **asdict(self)}
@@ -61,25 +77,28 @@ class Report:
             "",
         ]
         for check in self.checks:
-            p_value = "" if check.p_value is None else f"p = {check.p_value:.2g}"
-            first, *others = check.detail.splitlines() or [""]
-            lines.append(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:{width}}  {p_value:12}  {first}".rstrip())
-            lines += [f"      {line}" for line in others]
+            lines += check.lines(width)
         lines.append("")
         lines += wrapped(self.verdict())
+        lines += self.suspect_lines()
+        for note in self.notes:
+            lines += wrapped(f"Note: {note}", "      ", first="")
+        return "\n".join(lines)
+
+    def suspect_lines(self) -> list[str]:
+        """Return the lines that describe the suspects, or say that a failure has none."""
         if self.suspects:
             from specdecode.checking.mistakes import MISTAKES  # not where a report is only read
 
-            lines += ["", "This looks like:"]
+            lines = ["", "This looks like:"]
             for number, name in enumerate(self.suspects, 1):
                 mistake = MISTAKES[name]
                 lines += wrapped(f"{number}. {name}: {mistake.sentence}", "   ", first="")
                 lines += wrapped(f"Remedy: {mistake.remedy} Seen: {mistake.source}.", "   ")
-        elif any(not check.passed and (check.p_value is not None or check.name == GREEDY) for check in self.checks):
-            lines += ["", "No mistake in the list fits what was seen."]
-        for note in self.notes:
-            lines += wrapped(f"Note: {note}", "      ", first="")
-        return "\n".join(lines)
+            return lines
+        if any(not check.passed and (check.p_value is not None or check.name == GREEDY) for check in self.checks):
+            return ["", "No mistake in the list fits what was seen."]
+        return []
 
     def verdict(self) -> str:
         """Say how sure this is."""

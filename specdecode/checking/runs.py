@@ -17,7 +17,7 @@ MOST_LOGITS = 2**24
 
 
 class How(NamedTuple):
-    """How a case calls the verifier."""
+    """The way in which a case calls the verifier."""
 
     drafts: str = "drawn"
     """"drawn" from the draft model, "argmax" of it, or "ragged": drawn, each request with a number of its own."""
@@ -26,7 +26,7 @@ class How(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came back, one row a request."""
+    """The output of the verifier, one row a request."""
 
     drafts: Ids
     """[n, K], -1 where there is none."""

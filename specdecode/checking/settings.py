@@ -45,7 +45,7 @@ def number(name: str) -> int:
 
 
 class Answers:
-    """What is known so far."""
+    """The answers so far."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
@@ -54,7 +54,7 @@ class Answers:
         """Names of questions, by the reason."""
         self.outcomes: dict[str, runs.Outcome] = {}
         self.greedy: tuple[Arguments, Ids] | None = None
-        """What the greedy question called the verifier with, and the tokens."""
+        """The arguments of the greedy question's calls, and the tokens."""
 
     def leave_out(self, name: str, reason: str) -> None:
         """Note that a question was not asked."""

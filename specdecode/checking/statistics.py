@@ -18,17 +18,17 @@ LEAST_EXPECTED = 10
 """Cells that expect fewer are pooled."""
 
 POWER = 0.999
-"""What a test of this size "would have seen" is seen with this probability."""
+"""The power: the probability of finding an error that a test of this size "would have seen"."""
 
 
 class Fit(NamedTuple):
-    """How well counts fit."""
+    """The fit of counts to a distribution."""
 
     p_value: float
     degrees: int
     size: int
     impossible: int = 0
-    """How many outcomes were seen that have no probability."""
+    """The number of impossible outcomes that were seen."""
 
 
 def goodness_of_fit(counts: Counts, probabilities: Floats) -> Fit:

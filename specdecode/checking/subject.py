@@ -1,4 +1,4 @@
-"""What is checked: a verifier, and perhaps a drafter, called with what they take; what comes back is looked at closely."""
+"""The subject of a check: a verifier, and perhaps a drafter, called with the arguments they take; outputs are validated."""
 
 import dataclasses
 import inspect
@@ -24,7 +24,7 @@ SHOWN = {AFTER_REJECTION: "goes_on_after_a_rejection", NO_TOKEN: "no_token_after
 """Known mistakes that an error shows."""
 
 NO_DRAFT = "minus_1_is_an_index"
-"""What it shows if the request has fewer drafts than others."""
+"""The remark for a request with fewer drafts than others."""
 
 DRAFTER_OPTIONS = ("temperature", "seeds", "positions", "offset")
 
@@ -40,7 +40,7 @@ class OutputError(Exception):
 
 
 class Arguments(NamedTuple):
-    """What a verifier is called with."""
+    """The arguments of a verifier."""
 
     target_logits: NDArray[np.float32]
     draft_token_ids: Ids
@@ -65,7 +65,7 @@ class Subject:
     """Of temperature, seeds, positions, draft_logits."""
 
     draft_logits_name: str | None
-    """How draft logits are passed: a keyword, or "" for the third positional argument."""
+    """The keyword for draft logits, or "" for the third positional argument."""
 
     draft_takes: frozenset[str] = frozenset()
 

@@ -23,7 +23,7 @@ Noise = Callable[[Ids, Ids, int, int], Floats]
 
 
 class Use(IntEnum):
-    """What a random number is for."""
+    """The use of a random number."""
 
     ACCEPT = 1
     EMIT = 2
@@ -279,7 +279,7 @@ class Drafter:
     probs: Callable[[Logits, float], Floats] = softmax
     use: int = Use.DRAFT
     left_out: Callable[[Floats, Ids], Bools] | None = None
-    """Which drafts to leave out after they were drawn."""
+    """The drafts to leave out after they were drawn."""
 
     noise: Noise = hashed
 

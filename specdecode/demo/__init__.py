@@ -1,4 +1,4 @@
-"""Two small language models that come with the package, and the script that trained them.
+"""Two small language models that are part of the package, and the script that trained them.
 
 `TARGET` and `DRAFT` are the folders to give to `AutoModelForCausalLM.from_pretrained` and
 `AutoTokenizer.from_pretrained`.  README.md beside this file is their model card.

@@ -1,12 +1,13 @@
-"""The comparison that `specdecode demo` prints: three methods decide on the same drafts, and what that saves."""
+"""The comparison that `specdecode demo` prints: the decisions of three methods on the same drafts, and the calls saved."""
 
 from __future__ import annotations
 
 import shlex
+import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,41 +36,50 @@ DEMO_PROMPTS = (
 )
 
 TEXTS = 4
-"""How many texts the demo generates for each prompt."""
+"""The number of texts that the demo generates for each prompt."""
 
 SEEDS = 4
-"""The number of seeds with which each method decides on a step's drafts. (`strict` has one: that of the drafts.)"""
+"""The number of seeds with which each method decides on a step's drafts. (`strict` has one: the seed of the drafts.)"""
 
 SHOWN_TOKENS = 64
-"""How much of one text the demo shows."""
+"""The length of the text that the demo shows."""
 
 EXPLANATION = """\
 drafts accepted: the mean; strict, probabilistic and block judge the same drafts
 prompt lookup: strict, with drafts copied from the text so far, where it has any
-tree: strict, 4 candidates for the next token, 2 after each; its calls are larger
+tree: strict, 4 candidates for the next token, 2 after each; larger calls
 calls of the target: each gives 1 token without drafts, 1 + accepted with them
 """
 
-SMALL = """\
-The demo shows no times: calls of models this small are mostly overhead.
-With a large target, its calls take most of the time: fewer calls save time.
+NOT_TIMED = """\
+No times: on a CPU, calls of models this small are mostly overhead, and fewer
+of them save little. With a large target the table has tokens a second, too.
 """
-"""What is true of the models that come with the package."""
+
+NOT_FASTER = """\
+No times: nothing was faster than plain decoding. Fewer calls save time where
+a call of the target takes much longer than drafts and their verification.
+"""
+
+TIMED = """\
+tokens a second: of all texts together, for what decoded texts of its own
+"""
 
 
 class Comparison(RejectionSampler):
-    """Strict verification that records what each method decides on the same drafts.
+    """Strict verification that records the decisions of each method on the same drafts.
 
-    The drafts share the noise of the target's samples, as they should for `strict`. The other methods decide by other
-    noise, so that they accept as often as they accept drafts of their own. What they emit is not used.
+    The drafts share the noise of the target's samples, as they should for `strict`. The other methods decide by
+    independent noise, so that they accept as often as they accept their own drafts. Their tokens are not used.
     """
 
     def __init__(self, num_draft_tokens: int) -> None:
-        super().__init__("probabilistic")  # so that `generate` hands the draft logits over
+        super().__init__("probabilistic")  # so that `generate` passes draft logits
         self.num_draft_tokens = num_draft_tokens
         self.strict = RejectionSampler("strict")
         self.others = {"probabilistic": RejectionSampler("probabilistic"), "block": RejectionSampler("block")}
         self.decisions: dict[str, list[torch.Tensor]] = {name: [] for name in ("strict", *self.others)}
+        self.other_seconds = 0.0
 
     def draft(self, *arguments: Any, **options: Any) -> DraftOutput:
         """Draw drafts for `strict`."""
@@ -87,6 +97,7 @@ class Comparison(RejectionSampler):
         if draft_token_ids.shape[1] == self.num_draft_tokens:
             rows = (draft_token_ids >= 0).all(dim=1).nonzero()[:, 0]
             self.decisions["strict"].append(output.num_accepted[rows, None].cpu())
+            started = time.perf_counter()  # copying to the CPU has waited for the device
             rows = rows.repeat_interleave(SEEDS)
             again: dict[str, Any] = {
                 name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in options.items()
@@ -96,21 +107,23 @@ class Comparison(RejectionSampler):
             for name, sampler in self.others.items():
                 decided = sampler(target_logits[rows], draft_token_ids[rows], logits, **again)
                 self.decisions[name].append(decided.num_accepted.view(-1, SEEDS).cpu())
+            self.other_seconds += time.perf_counter() - started
         return output
 
     def accepted(self) -> dict[str, torch.Tensor]:
-        """Return [steps, seeds] accepted drafts for each method; the steps are the same, in the same order."""
+        """Return the numbers of accepted drafts, [steps, seeds], of each method, over the same steps."""
         return {name: torch.cat(parts) for name, parts in self.decisions.items()}
 
 
 @dataclass
 class Run:
-    """What all texts of a demo share."""
+    """The settings that all texts of a demo share."""
 
     options: Namespace
     models: Models
     sampling: Sampling
     progress: Progress
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def generate(
         self,
@@ -121,7 +134,7 @@ class Run:
         num_tokens: int,
         tree: Sequence[int] | None = None,
     ) -> tuple[GenerationOutput, list[Step]]:
-        """Generate a text of so many tokens after each prompt; return the texts and their steps."""
+        """Generate a text of so many tokens after each prompt; return the texts and their steps, and note the seconds."""
         from specdecode.integrations.transformers import generate
 
         steps: list[Step] = []
@@ -132,6 +145,7 @@ class Run:
 
         input_ids, mask = padded(prompts)
         task = self.progress.add_task(name, total=len(input_ids) * num_tokens)
+        started = time.perf_counter()
         output = generate(
             self.models.target,
             drafter,
@@ -142,16 +156,17 @@ class Run:
             max_new_tokens=num_tokens,
             **self.sampling._asdict(),
             seeds=self.options.seed,
-            eos_token_id=[],  # so that all texts have equally many tokens
+            eos_token_id=[],  # so that all texts have the same number of tokens
             on_step=on_step,
             tree=tree,
         )
+        self.seconds[name] = time.perf_counter() - started
         self.progress.remove_task(task)
         return output, steps
 
 
 def run_demo(options: Namespace, console: Console) -> None:
-    """Compare the methods, explain the comparison, and say what to try next."""
+    """Compare the methods, explain the comparison, and suggest the next commands."""
     compare_methods(options, console)
     console.print(EXPLANATION, style="dim")
     models = () if options.target == TARGET else ("--target", str(options.target), "--draft", str(options.draft))
@@ -161,10 +176,10 @@ def run_demo(options: Namespace, console: Console) -> None:
 
 
 def compare_methods(options: Namespace, console: Console) -> None:
-    """Generate texts with and without drafts, show a part of one, and tabulate what each method accepts and saves.
+    """Generate texts with and without drafts, show a part, and tabulate accepted drafts and saved calls of each method.
 
     Raises:
-        ValueError: the texts are so short that no step has K drafts, or as `Models.load` and `generate` say.
+        ValueError: the texts are so short that no step has K drafts; also the errors of `Models.load` and `generate`.
     """
     num_drafts, num_new = options.num_draft_tokens, options.max_new_tokens
     if num_new <= num_drafts:
@@ -176,13 +191,16 @@ def compare_methods(options: Namespace, console: Console) -> None:
     texts = options.prompt or DEMO_PROMPTS
     prompts = [models.encode(text)[0] for text in texts]
     batch = [prompt for prompt in prompts for _ in range(TEXTS)]
-    strict = RejectionSampler("strict")
+    strict, timed = RejectionSampler("strict"), calls_take_time(options)
     console.print(f"[bold]A small model drafts {num_drafts} tokens; the target checks them in one call.[/bold]")
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         run, comparison = Run(options, models, sampling, progress), Comparison(num_drafts)
+        if timed:  # the first calls compile kernels
+            for tree in (None, tree_of(num_drafts)):
+                run.generate("warming up", models.draft, strict, batch, num_drafts + 1, tree)
         plain, _ = run.generate("plain decoding", None, strict, batch, num_new)
-        compared, steps = run.generate("three methods", models.draft, comparison, batch, num_new)
+        compared, steps = run.generate("strict", models.draft, comparison, batch, num_new)
         _, by_lookup = run.generate("prompt lookup", PromptLookup(), strict, batch, num_new)
         _, by_tree = run.generate("tree", models.draft, strict, batch, num_new, tree_of(num_drafts))
 
@@ -193,7 +211,11 @@ def compare_methods(options: Namespace, console: Console) -> None:
 
     others = {"prompt lookup": by_lookup, "tree": by_tree}
     accepted = comparison.accepted() | {name: accepted_in(steps, num_drafts, num_new) for name, steps in others.items()}
-    table = savings_table({name: number.double().mean().item() for name, number in accepted.items()}, num_drafts)
+    run.seconds["strict"] -= comparison.other_seconds
+    speeds = {name: len(batch) * num_new / seconds for name, seconds in run.seconds.items() if name != "warming up"}
+    faster = timed and max(speeds.values()) > speeds["plain decoding"]
+    means = {name: number.double().mean().item() for name, number in accepted.items()}
+    table = savings_table(means, num_drafts, speeds if faster else {})
     table.title = f"{len(batch)} texts of {num_new} tokens"
     console.print(table)
     same = int((compared.sequences == plain.sequences).all(dim=1).sum())
@@ -202,11 +224,16 @@ def compare_methods(options: Namespace, console: Console) -> None:
         f"strict was {relation} plain decoding, token for token ({same} of {len(batch)} texts),\n"
         f"with {len(steps)} calls of the target instead of {int(plain.num_generated.sum())}, each text counted by itself."
     )
-    console.print(SMALL if options.target == TARGET else "")
+    console.print(TIMED if faster else NOT_FASTER if timed else NOT_TIMED)
+
+
+def calls_take_time(options: Namespace) -> bool:
+    """Return whether times are worth a look: on a GPU, or with models other than the small ones of the package."""
+    return options.target != TARGET or torch.device(options.device).type != "cpu"
 
 
 def show_beginning(continuation: Continuation, prompt: str, steps: Sequence[Step], console: Console) -> None:
-    """Print how the first text begins: its prompt, then what became of each draft."""
+    """Print the beginning of the first text: its prompt, then each token by its kind."""
     console.print(legend(console), end="\n\n")
     pieces, num_tokens = [], 0
     for step in steps:
@@ -219,7 +246,7 @@ def show_beginning(continuation: Continuation, prompt: str, steps: Sequence[Step
 
 
 def padded(prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return prompts as one tensor, padded on the left, and the mask of what is not padding.
+    """Return prompts as one tensor, padded on the left, and the attention mask, 0 for padding.
 
     >>> padded([torch.tensor([5, 6]), torch.tensor([7])])
     (tensor([[5, 6],
@@ -245,7 +272,7 @@ def tree_of(depth: int) -> list[int]:
 
 
 def accepted_in(steps: Sequence[Step], num_draft_tokens: int, max_new_tokens: int) -> torch.Tensor:
-    """Return [steps, 1] accepted drafts of steps that were allowed K drafts, even if fewer were found."""
+    """Return the numbers of accepted drafts, [steps, 1], of the steps that may have K drafts."""
     lengths, accepted = Counter[int](), []
     for step in steps:
         if lengths[step.request] + num_draft_tokens < max_new_tokens:
@@ -254,18 +281,21 @@ def accepted_in(steps: Sequence[Step], num_draft_tokens: int, max_new_tokens: in
     return torch.tensor(accepted, dtype=torch.int64)[:, None]
 
 
-def savings_table(accepted: dict[str, float], num_draft_tokens: int) -> Table:
-    """Return the table of what each way saves.
+def savings_table(accepted: dict[str, float], num_draft_tokens: int, speeds: dict[str, float]) -> Table:
+    """Return the table of savings: accepted drafts, calls of the target, and tokens a second if speeds are given.
 
     Args:
         accepted: the mean accepted drafts of a step, by the name of a method or drafter.
         num_draft_tokens: drafts per step.
+        speeds: tokens a second, by the same names and "plain decoding", or empty.
     """
     table = Table(box=SIMPLE)
-    headings = ("method", f"drafts accepted\nper step, of {num_draft_tokens}", "calls of the target\nfor 1,000 tokens")
+    headings = ["method", f"drafts accepted\nper step, of {num_draft_tokens}", "calls of the target\nfor 1,000 tokens"]
+    headings += ["tokens\na second"] if speeds else []
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
-    table.add_row("plain decoding", "", "1,000")
+    shown = {name: [f"{speed:,.0f}"] for name, speed in speeds.items()}
+    table.add_row("plain decoding", "", "1,000", *shown.get("plain decoding", []))
     for name, mean in accepted.items():
-        table.add_row(name, f"{mean:.2f}", f"{1000 / (1 + mean):,.0f}")
+        table.add_row(name, f"{mean:.2f}", f"{1000 / (1 + mean):,.0f}", *shown.get(name, []))
     return table

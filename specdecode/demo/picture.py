@@ -1,4 +1,4 @@
-"""Draw what `specdecode demo` prints, without its explanations: `python -m specdecode.demo.picture docs/demo.svg`."""
+"""Draw the output of `specdecode demo` without its explanations: `python -m specdecode.demo.picture docs/demo.svg`."""
 
 import re
 import sys
@@ -20,13 +20,15 @@ def main(path: str) -> None:
         record=True,
         width=COLUMNS,
         file=StringIO(),
-        force_terminal=False,  # which would record the progress bars
+        force_terminal=False,  # otherwise it would record the progress bars
         color_system="truecolor",
         highlight=False,
     )
     compare_methods(parser().parse_args(["demo"]), console)
     picture = console.export_svg(title="specdecode demo", unique_id="demo")
-    picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.S)  # which would load a font from another host
+    picture = re.sub(
+        r"@font-face \{.*?\}\s*", "", picture, flags=re.S
+    )  # otherwise it would load a font from another host
     picture = picture.replace("Fira Code, monospace", FONTS)
     Path(path).write_text("\n".join(line.rstrip() for line in picture.splitlines()) + "\n", encoding="utf-8")
 

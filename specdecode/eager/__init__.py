@@ -1,7 +1,7 @@
 """The eager backend: batched PyTorch for any device and float dtype, no loop over requests.
 
-All rows are computed, a few requests at a time, those after a rejection too: a draft row as well if its `draft_logsumexp` is
-given. On the CPU there is no softmax for greedy requests; elsewhere counting them would mean waiting for the device.
+All rows are computed, a few requests at a time: also rows after a rejection, and draft rows with a given
+`draft_logsumexp`. On the CPU greedy requests skip the softmax; on a device, counting them would require waiting.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from torch import Tensor
 from specdecode.batch import TARGET_ONLY, RowBatch, SamplerOutput, TreeBatch, TreeOutput, VerificationBatch
 from specdecode.eager import block, probabilistic, strict, synthetic, tree
 from specdecode.eager.adjustments import adjusted, adjusted_rows
+from specdecode.eager.inputs import Inputs, row_temperature, seeds_and_positions
 from specdecode.eager.logprobs import emitted_logprobs
 from specdecode.eager.packed import mark_invalid, unpack
-from specdecode.eager.report import with_report
-from specdecode.eager.steps import Steps, row_temperature, seeds_and_positions
+from specdecode.eager.top_logprobs import with_lists
 from specdecode.eager.truncation import row_sampling
 from specdecode.synthetic import AcceptanceSchedule
 
-METHODS: dict[str, Callable[[Steps], SamplerOutput]] = {
+METHODS: dict[str, Callable[[Inputs], SamplerOutput]] = {
     "strict": strict.verify,
     "probabilistic": probabilistic.verify,
     "block": block.verify,
@@ -33,16 +33,16 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
     """Run one verification step."""
     if method not in METHODS:
         raise ValueError(f"backend: 'eager' has no method {method!r}: it is not in specdecode.eager.METHODS")
-    if method in TARGET_ONLY:  # not even the dtype of draft logits may change a result
+    if method in TARGET_ONLY:  # even the dtype of unused draft logits may not change a result
         batch = batch.without_draft_rows
     batch, raw_logits, has_rows = prepared(batch)
-    steps = Steps(batch, schedule)
-    output = METHODS[method](steps)
+    inputs = Inputs(batch, schedule)
+    output = METHODS[method](inputs)
     if batch.logprobs is not None:
-        of_tokens = emitted_logprobs(steps, raw_logits, output.token_ids, batch.logprobs)
+        of_tokens = emitted_logprobs(inputs, raw_logits, output.token_ids, batch.logprobs)
         output = output._replace(logprobs=of_tokens)
-    if batch.reports:
-        output = with_report(steps, raw_logits, output, batch)
+    if batch.has_lists:
+        output = with_lists(inputs, raw_logits, output, batch)
     return output if has_rows is None else mark_invalid(output, has_rows)
 
 
@@ -53,10 +53,10 @@ def verify_tree(batch: TreeBatch) -> TreeOutput:
 
 
 def prepared(batch: VerificationBatch) -> tuple[VerificationBatch, Any, Tensor | None]:
-    """Return a batch as one that is not packed, adjusted where its rows are read.
+    """Return (batch, raw logits, has_rows): a batch that is not packed and whose rows are adjusted when they are read.
 
-    And the target's rows as they are in memory, which raw log-probabilities are of; and which requests of a packed call have
-    rows.
+    The raw logits are the target's rows as stored, for raw log-probabilities; `has_rows` says which requests of a packed
+    call have rows.
     """
     unpacked, has_rows = (batch, None) if batch.packing is None else unpack(batch, batch.packing)
     if batch.adjustments is None:

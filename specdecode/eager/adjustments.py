@@ -1,7 +1,7 @@
-"""Adjustments in PyTorch: biases, penalties and masks, applied to rows of logits when these are copied to be computed.
+"""Adjustments in PyTorch: biases, penalties and masks, applied to rows of logits when they are copied for computation.
 
-An index of rows takes the place of a tensor of logits. Of it the rows of a few requests at a time are copied, in float32
-(float64 stays), and what each request adds is applied to the copy.
+An index of rows replaces the tensor of logits. The rows of a few requests at a time are copied, in float32 (float64 stays
+float64), and the adjustments are applied to the copy.
 """
 
 from typing import Any, NamedTuple
@@ -16,16 +16,16 @@ from specdecode.eager.packed import IndexedRows, locate, rows_of
 
 
 class RowIndex(NamedTuple):
-    """Where the adjustments of some rows are: tensors of one shape, [...] int64."""
+    """The indices of rows into the adjustments: tensors of one shape, [...] int64."""
 
-    slots: Tensor  # of all that is by slot
-    requests: Tensor  # of the drafts
-    offsets: Tensor  # how many drafts come before the row
-    masks: Tensor  # the row of the mask, used only if masks are by row alone
+    slots: Tensor  # index of tensors by slot
+    requests: Tensor  # row of the draft tokens
+    offsets: Tensor  # number of drafts before the row
+    masks: Tensor  # the row of the mask, if masks are by row
 
 
 class AdjustedRows:
-    """Rows of logits that are adjusted when they are copied: what a tensor of [..., vocab] logits is, until then.
+    """Rows of logits that are adjusted when they are copied; used like a tensor of [..., vocab] logits.
 
     Args:
         logits: [..., vocab] raw logits.
@@ -67,7 +67,7 @@ class AdjustedRows:
         return rows
 
     def counts(self, rows: Tensor) -> Tensor:
-        """Return the counts of tokens before each row, the drafts before it included, [..., vocab] int32."""
+        """Return the counts of tokens before each row, including the drafts before it, [..., vocab] int32."""
         slots, requests, offsets, _ = self.index
         if self.adjustments.output_counts is None:
             counts = torch.zeros_like(rows, dtype=torch.int32)
@@ -111,9 +111,9 @@ def penalize(rows: Tensor, adjustments: Adjustments, index: RowIndex, counts: Te
 
 
 def harmless(penalty: Tensor | float, neutral: float, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the penalty of each row, [..., 1] or []; what could not be checked and makes no sense is neutral."""
+    """Return the penalty of each row, [..., 1] or []; invalid values, which could not be checked, become neutral."""
     if not isinstance(penalty, Tensor):
-        return torch.full((), penalty, dtype=dtype, device=slots.device)  # not copied from the host
+        return torch.full((), penalty, dtype=dtype, device=slots.device)  # avoids a copy from the host
     given = penalty.to(torch.float32).to(dtype)[slots][..., None]
     valid = given.isfinite() & (given > 0) if neutral == 1 else given.isfinite()
     return given.where(valid, neutral)
@@ -149,7 +149,7 @@ def row_index(packing: Packing | None, num_rows: int, shape: torch.Size, device:
 
 
 def adjusted(batch: VerificationBatch, unpacked: VerificationBatch) -> VerificationBatch:
-    """Return a batch whose target rows are adjusted where they are read, given it before and after it was unpacked."""
+    """Return a batch whose target rows are adjusted when they are read, given the batch before and after unpacking."""
     logits, adjustments = unpacked.target_logits, batch.adjustments
     assert adjustments is not None
     index = row_index(batch.packing, len(batch.target_logits), logits.shape[:2], logits.device)
@@ -162,7 +162,7 @@ def adjusted(batch: VerificationBatch, unpacked: VerificationBatch) -> Verificat
 
 
 def adjusted_rows(batch: RowBatch) -> Any:
-    """Return the rows of a batch without drafts, adjusted where they are read."""
+    """Return the rows of a batch without drafts, adjusted when they are read."""
     if batch.adjustments is None:
         return batch.logits
     requests = torch.arange(len(batch.logits), device=batch.logits.device)
@@ -171,7 +171,7 @@ def adjusted_rows(batch: RowBatch) -> Any:
 
 
 def with_a_mask(adjustments: Adjustments) -> Adjustments:
-    """Return adjustments with at least one row of masks, if they have masks: requests without rows look at the first."""
+    """Return adjustments with at least one row of masks, if there are masks: requests without rows read the first row."""
     mask = adjustments.allowed_mask
     if mask is None or len(mask) > 0:
         return adjustments
@@ -179,7 +179,7 @@ def with_a_mask(adjustments: Adjustments) -> Adjustments:
 
 
 def by_request(batch: VerificationBatch, packing: Packing, requests: slice) -> Adjustments | None:
-    """Return the adjustments of some requests of a packed batch, by request in place of slot and row."""
+    """Return the adjustments of some requests of a packed batch, indexed by request instead of slot and row."""
     if batch.adjustments is None:
         return None
     rows, slots = (each[requests] for each in rows_and_slots(packing, len(batch.target_logits)))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's argmax, the lowest id on ties and NaN counting as -inf, and whether it has nothing to choose from.
+    """Return each row's argmax (lowest id on ties, NaN counts as -inf), and whether the row has only -inf.
 
     Args:
         logits: [..., vocab] any float.

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens in PyTorch, of the distribution sampled from or of softmax(logits)."""
+"""Log-probabilities of emitted tokens in PyTorch, under the sampled distribution or under softmax(logits)."""
 
 from typing import Any
 
@@ -7,26 +7,26 @@ from torch import Tensor
 
 from specdecode.batch import Logprobs
 from specdecode.eager.greedy import argmax
+from specdecode.eager.inputs import Inputs
 from specdecode.eager.probabilistic import logprobs
 from specdecode.eager.selection import by_kind
-from specdecode.eager.steps import Steps
 from specdecode.eager.truncation import RowSampling
 
 
-def emitted_logprobs(steps: Steps, raw_logits: Any, token_ids: Tensor, of: Logprobs) -> Tensor:
-    """Return the log-probability of each emitted token, NaN behind the last.
+def emitted_logprobs(inputs: Inputs, raw_logits: Any, token_ids: Tensor, of: Logprobs) -> Tensor:
+    """Return the log-probability of each emitted token, NaN after the last.
 
     Args:
-        steps: the batch.
-        raw_logits: [batch, num_draft_tokens + 1, vocab] the target's, not adjusted.
-        token_ids: [batch, num_draft_tokens + 1] int64, -1 behind the last token.
+        inputs: the batch.
+        raw_logits: [batch, num_draft_tokens + 1, vocab] target logits, not adjusted.
+        token_ids: [batch, num_draft_tokens + 1] int64, -1 after the last token.
         of: `"processed"` or `"raw"`.
 
     Returns:
         [batch, num_draft_tokens + 1] float32.
     """
     is_raw = of == "raw"
-    sampling = RowSampling(torch.ones_like(steps.temperature)) if is_raw else steps.sampling
+    sampling = RowSampling(torch.ones_like(inputs.temperature)) if is_raw else inputs.sampling
 
     def by_softmax(logits: Tensor, token_ids: Tensor, sampling: RowSampling, greedy: Tensor | None) -> tuple[Tensor]:
         (result,), _ = logprobs((logits,), token_ids, (sampling,), greedy)
@@ -35,7 +35,7 @@ def emitted_logprobs(steps: Steps, raw_logits: Any, token_ids: Tensor, of: Logpr
     def of_point_mass(logits: Tensor, token_ids: Tensor, sampling: RowSampling, *_: Any) -> tuple[Tensor]:
         return ((argmax(logits)[0] == token_ids).to(sampling.temperature.dtype).log(),)
 
-    logits, greedy = (raw_logits, False) if is_raw else (steps.target_logits, steps.greedy)
+    logits, greedy = (raw_logits, False) if is_raw else (inputs.target_logits, inputs.greedy)
     tensors = logits, token_ids.clamp(min=0), sampling.at(slice(None), None)
     (result,) = by_kind(greedy, by_softmax, of_point_mass, logits.shape[1:].numel(), *tensors)
     return result.masked_fill(token_ids < 0, torch.nan).to(torch.float32)

@@ -1,7 +1,7 @@
-"""Packed calls in PyTorch: each request's own numbers, and its rows by index, gathered when they are computed.
+"""Packed calls in PyTorch: small tensors gathered by request, and rows by index, gathered when they are computed.
 
-What is small is gathered at once, so that everything else can work as if the call were not packed. Rows of logits are not:
-an index of rows takes the place of a padded tensor, and of it the rows of a few requests at a time are copied.
+Small tensors are gathered at once, so that all other code works as if the call were not packed. Rows of logits are not:
+an index of rows replaces the padded tensor, and the rows of a few requests at a time are copied.
 """
 
 from typing import Any
@@ -14,10 +14,10 @@ from specdecode.batch import Packing, SamplerOutput, VerificationBatch
 
 
 class IndexedRows:
-    """Rows of logits chosen by an index: what a tensor of [..., vocab] logits is, but that no row has been copied."""
+    """Rows of logits selected by an index; used like a tensor of [..., vocab] logits, but without a copy."""
 
     def __init__(self, logits: Tensor, index: tuple[Tensor, ...]) -> None:
-        """Choose `logits[index]`, the tensors of the index all having one shape."""
+        """Select `logits[index]`; the tensors of the index have the same shape."""
         self.logits, self.index = logits, index
         self.shape = torch.Size((*index[0].shape, logits.shape[-1]))
         self.ndim, self.dtype, self.device = len(self.shape), logits.dtype, logits.device
@@ -27,7 +27,7 @@ class IndexedRows:
         return self.shape[0]
 
     def __getitem__(self, key: Any) -> "IndexedRows":
-        """Return some of the rows, still not copied."""
+        """Return some of the rows, without a copy."""
         return IndexedRows(self.logits, tuple(index[key] for index in self.index))
 
     def gather(self) -> Tensor:
@@ -36,9 +36,9 @@ class IndexedRows:
 
 
 def locate(packing: Packing, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each request's first row, number of drafts, and slot, [batch] int64 each.
+    """Return the first row, number of drafts and slot of each request, [batch] int64 each.
 
-    A request that has no rows, or whose rows or slot cannot be, has -1 drafts; its first row and its slot are 0.
+    A request without rows, or with invalid rows or slot, has -1 drafts; its first row and its slot are 0.
     """
     starts = packing.row_starts.to(torch.int64)
     first, end = (starts, starts + 1) if packing.is_round else (starts[:-1], starts[1:])
@@ -49,9 +49,9 @@ def locate(packing: Packing, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rows_of(first: Tensor, num_drafts: Tensor, most: int) -> Tensor:
-    """Return each request's rows, [batch, most + 1] int64, given its first row and number of drafts.
+    """Return the rows of each request, [batch, most + 1] int64, given its first row and number of drafts.
 
-    A row behind a request's last is never looked at: any will do.
+    Rows after a request's last are never used, so any index is valid.
     """
     offsets = torch.arange(most + 1, device=first.device)
     return torch.minimum(first[:, None] + offsets, first[:, None] + num_drafts.clamp(min=0)[:, None])
@@ -61,7 +61,7 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
     """Return a packed batch as a padded one, and whether each request has rows, [batch] bool."""
     logits, ids = batch.target_logits, batch.draft_token_ids
     first, num_drafts, slots = locate(packing, len(logits))
-    if len(logits) == 0:  # so that there is a row to look at for requests that have none
+    if len(logits) == 0:  # requests without rows read this row
         logits = logits.new_zeros(1, logits.shape[1])
     if len(ids) < len(logits):
         ids = torch.nn.functional.pad(ids, (0, 1))
@@ -78,7 +78,7 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
     if packing.row_positions is not None:
         positions = torch.nn.functional.pad(packing.row_positions, (0, 1))[first] + 1
 
-    # The others are indexed by slot; adjustments stay so, and are read where they are.
+    # The other tensors are gathered by slot, except adjustments, which stay by slot.
     others: Any = {"draft_logits": None, "adjustments": None, "packing": None}
     by_request = select(batch._replace(**others), slot=slots)
     unpacked = by_request._replace(
@@ -92,7 +92,7 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
 
 
 def mark_invalid(output: SamplerOutput, has_rows: Tensor) -> SamplerOutput:
-    """Have requests without rows emit token 0, the only one that is kept, and mark them."""
+    """Make requests without rows emit token 0, as the only kept token, and mark them invalid."""
     output.token_ids[:, 0].mul_(has_rows)
     if output.logprobs is not None:
         output.logprobs[:, 0].masked_fill_(~has_rows, 0)

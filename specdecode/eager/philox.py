@@ -1,7 +1,7 @@
 """Philox4x32-10 in PyTorch, bit for bit the noise of `reference.philox`.
 
-PyTorch has no unsigned 32-bit arithmetic on every device, so words are kept in int64. The product of two words wraps, but
-its bits are the right ones: `>> 32` and a mask give the high word.
+Not every device has unsigned 32-bit arithmetic in PyTorch, so words are kept in int64. The product of two words
+overflows, but its bits are correct: `>> 32` and a mask give the high word.
 """
 
 import functools
@@ -29,7 +29,7 @@ template <typename T> T negated_uniform_bits(T seed, T position, T index, T doma
     return __double_as_longlong(-(double)::fminf(::fmaxf(number, 0x1p-65f), 1 - 0x1p-24f));
 }
 """
-"""`negated_uniform_bits` for GPUs, where each of its operations would be a kernel."""
+"""`negated_uniform_bits`, compiled for GPUs, where otherwise each operation would be a launch."""
 
 
 @functools.cache

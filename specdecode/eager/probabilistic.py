@@ -9,15 +9,15 @@ from torch import Tensor
 from specdecode.arguments import on_host
 from specdecode.batch import SamplerOutput
 from specdecode.eager.greedy import argmax
+from specdecode.eager.inputs import Inputs
 from specdecode.eager.residual import residual
 from specdecode.eager.selection import block_sums, by_case, by_chunks, by_kind, exp_scaled, rows_at
-from specdecode.eager.steps import Steps
 from specdecode.eager.strict import sample
 from specdecode.eager.truncation import RowSampling, read
 
 
 def logprob(logit: Tensor, row_max: Tensor, temperature: Tensor, sums: Tensor, is_first: Tensor | None) -> Tensor:
-    """Return (l - max) / T - log of the sum; the point mass's value where an infinite maximum makes that NaN."""
+    """Return (l - max) / T - log(sum); where an infinite maximum makes it NaN, the log-probability of the point mass."""
     result = (logit - row_max) / temperature - sums.log()
     return result if is_first is None else torch.where(result.isnan(), is_first.log(), result)
 
@@ -25,10 +25,10 @@ def logprob(logit: Tensor, row_max: Tensor, temperature: Tensor, sums: Tensor, i
 def logprobs(
     models: tuple[Tensor, ...], token_ids: Tensor, samplings: tuple[RowSampling, ...], greedy: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return each model's log-probability of one token per row, and whether a target row has no finite logit.
+    """Return the log-probability of one token per row for each model, and whether the target row has no finite logit.
 
     Args:
-        models: [..., vocab] raw logits of the target, and of the draft if it is to be read.
+        models: [..., vocab] raw logits of the target, and of the draft if it is needed.
         token_ids: [...] int64.
         samplings: [...] or broadcastable to it, of each model.
         greedy: [...] bool or broadcastable to it, None if no row is greedy.
@@ -51,7 +51,7 @@ def logprobs(
 
 
 def logprob_difference(target_logprob: Tensor, draft_logprob: Tensor) -> Tensor:
-    """Return log(p(x) / q(x)) of both logarithms, -inf where p(x) or q(x) is 0."""
+    """Return log(p(x) / q(x)), given both logarithms; -inf where p(x) or q(x) is 0."""
     difference = target_logprob - draft_logprob
     return difference.nan_to_num_(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
@@ -64,7 +64,7 @@ def log_ratio(
     draft_sampling: RowSampling,
     greedy: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log(p(x) / q(x)) of each row's draft x, -inf where either is 0, and whether the target row is empty.
+    """Return log(p(x) / q(x)) of each row's draft x, -inf where p(x) or q(x) is 0, and whether the target row is empty.
 
     For a deterministic drafter and for greedy requests q(x) = 1.
     """
@@ -77,7 +77,7 @@ def log_ratio(
     return logprob_difference(target_logprob, draft_logprob), is_empty
 
 
-def log_ratios(steps: Steps) -> tuple[Tensor, Tensor]:
+def log_ratios(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Return `log_ratio` of all drafts, [batch, num_draft_tokens] each."""
 
     def match(
@@ -86,11 +86,11 @@ def log_ratios(steps: Steps) -> tuple[Tensor, Tensor]:
         best, is_empty = argmax(target)
         return (best == token_ids).to(sampling.temperature.dtype).log(), is_empty
 
-    target, draft = steps.target_logits[:, :-1], steps.draft_logits
-    samplings = steps.sampling.at(slice(None), None), steps.draft_sampling.at(slice(None), None)
+    target, draft = inputs.target_logits[:, :-1], inputs.draft_logits
+    samplings = inputs.sampling.at(slice(None), None), inputs.draft_sampling.at(slice(None), None)
     logits_each = target.shape[1:].numel() * (1 if draft is None else 2)
-    tensors = target, draft, steps.draft_token_ids, *samplings
-    ratios, is_empty = by_kind(steps.greedy, log_ratio, match, logits_each, *tensors)
+    tensors = target, draft, inputs.draft_token_ids, *samplings
+    ratios, is_empty = by_kind(inputs.greedy, log_ratio, match, logits_each, *tensors)
     return ratios, is_empty
 
 
@@ -100,7 +100,7 @@ def accepts(log_uniform: Tensor, log_ratio: Tensor) -> Tensor:
 
 
 def recover(
-    steps: Steps,
+    inputs: Inputs,
     requests: Tensor,
     offsets: Tensor,
     log_running_ratio: Tensor,
@@ -110,25 +110,25 @@ def recover(
     positions: Tensor,
     greedy: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw tokens from max(0, c p - q), or from p where c is infinite, at some requests' offsets and positions."""
-    # After all drafts there is no draft row: take the last one, which an infinite c makes irrelevant.
-    at_draft = requests, offsets.clamp(max=steps.num_draft_tokens - 1)
-    draft = None if steps.draft_logits is None else rows_at(steps.draft_logits, *at_draft)
-    target, token_ids = rows_at(steps.target_logits, requests, offsets), None
+    """Draw tokens from max(0, c p - q), or from p where c is infinite, at one offset of each request."""
+    # After all drafts there is no draft row: take the last row, which an infinite c makes irrelevant.
+    at_draft = requests, offsets.clamp(max=inputs.num_draft_tokens - 1)
+    draft = None if inputs.draft_logits is None else rows_at(inputs.draft_logits, *at_draft)
+    target, token_ids = rows_at(inputs.target_logits, requests, offsets), None
     if draft is None:
-        token_ids = steps.draft_token_ids[at_draft]
+        token_ids = inputs.draft_token_ids[at_draft]
     found, is_empty = residual(target, draft, token_ids, sampling, draft_sampling, log_running_ratio, greedy)
     return found.draw(seeds, positions), is_empty
 
 
-def emit(steps: Steps, num_accepted: Tensor, log_running_ratio: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Draw the token after each request's accepted drafts: recovered where one was rejected, else bonus.
+def emit(inputs: Inputs, num_accepted: Tensor, log_running_ratio: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Draw the token after each request's accepted drafts: a recovered token after a rejection, otherwise a bonus token.
 
     A bonus token is a recovered token with an infinite c. So a GPU draws all tokens in one way; the CPU reads no draft row
     for a bonus token.
 
     Args:
-        steps: the batch.
+        inputs: the batch.
         num_accepted: [batch] int64.
         log_running_ratio: [batch] log c; recovered tokens are drawn from max(0, c p - q); None: c = 1.
 
@@ -138,39 +138,39 @@ def emit(steps: Steps, num_accepted: Tensor, log_running_ratio: Tensor | None = 
 
     def bonus(requests: Tensor, offsets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         token_ids, _logsumexp, is_empty, *_cutoff = sample(
-            steps.target_logits[requests, offsets],
-            steps.sampling.at(requests),
-            steps.seeds[requests],
-            steps.positions[requests] + offsets,
-            steps.greedy if isinstance(steps.greedy, bool) else steps.greedy[requests],
+            inputs.target_logits[requests, offsets],
+            inputs.sampling.at(requests),
+            inputs.seeds[requests],
+            inputs.positions[requests] + offsets,
+            inputs.greedy if isinstance(inputs.greedy, bool) else inputs.greedy[requests],
         )
         return token_ids, is_empty
 
-    is_bonus = num_accepted >= steps.num_drafts
-    if isinstance(steps.greedy, Tensor):
-        is_bonus |= steps.greedy
+    is_bonus = num_accepted >= inputs.num_drafts
+    if isinstance(inputs.greedy, Tensor):
+        is_bonus |= inputs.greedy
     if log_running_ratio is None:
-        log_running_ratio = torch.zeros_like(steps.temperature)
-    greedy = None if isinstance(steps.greedy, bool) or on_host(steps.greedy) else steps.greedy
-    scalars = (steps.sampling, steps.draft_sampling, steps.seeds, steps.positions + num_accepted, greedy)
-    tensors = (steps.requests, num_accepted, log_running_ratio.masked_fill(is_bonus, torch.inf), *scalars)
-    recovered = functools.partial(by_chunks, functools.partial(recover, steps), 2 * steps.vocab)
-    if steps.num_draft_tokens == 0 or steps.greedy is True:
+        log_running_ratio = torch.zeros_like(inputs.temperature)
+    greedy = None if isinstance(inputs.greedy, bool) or on_host(inputs.greedy) else inputs.greedy
+    scalars = (inputs.sampling, inputs.draft_sampling, inputs.seeds, inputs.positions + num_accepted, greedy)
+    tensors = (inputs.requests, num_accepted, log_running_ratio.masked_fill(is_bonus, torch.inf), *scalars)
+    recovered = functools.partial(by_chunks, functools.partial(recover, inputs), 2 * inputs.vocab)
+    if inputs.num_draft_tokens == 0 or inputs.greedy is True:
         return bonus(*tensors)
     if on_host(is_bonus):
         return by_case(is_bonus, bonus, recovered, *tensors)
     return recovered(*tensors)
 
 
-def verify(steps: Steps, scheduled: Tensor | None = None) -> SamplerOutput:
-    """Accept drafts by likelihood ratio up to the first rejection; then emit a recovered or a bonus token.
+def verify(inputs: Inputs, scheduled: Tensor | None = None) -> SamplerOutput:
+    """Accept drafts by likelihood ratio up to the first rejection; then emit a recovered or bonus token.
 
     Args:
-        steps: the batch.
-        scheduled: [batch, num_draft_tokens] which drafts to accept instead, or None.
+        inputs: the batch.
+        scheduled: [batch, num_draft_tokens] bool, scheduled accept decisions that replace the computed ones, or None.
     """
-    ratios, is_empty = log_ratios(steps)
-    accepted = accepts(steps.log_uniforms(), ratios) if scheduled is None else scheduled
-    num_accepted = steps.leading(accepted).minimum(steps.num_drafts)
-    emitted, emitted_is_empty = emit(steps, num_accepted)
-    return steps.output(num_accepted, emitted, is_empty, emitted_is_empty)
+    ratios, is_empty = log_ratios(inputs)
+    accepted = accepts(inputs.log_uniforms(), ratios) if scheduled is None else scheduled
+    num_accepted = inputs.leading(accepted).minimum(inputs.num_drafts)
+    emitted, emitted_is_empty = emit(inputs, num_accepted)
+    return inputs.output(num_accepted, emitted, is_empty, emitted_is_empty)

@@ -1,4 +1,4 @@
-"""Residuals in PyTorch: max(0, c p - q) of rows, their sums, and the token that is drawn from them."""
+"""Residuals in PyTorch: max(0, c p - q) of rows, their sums, and the draw of a token."""
 
 from typing import NamedTuple
 
@@ -12,9 +12,9 @@ from specdecode.noise import SELECT
 
 
 def log_difference(target: Tensor, draft: Tensor, target_max: Tensor, draft_max: Tensor, temperature: Tensor) -> Tensor:
-    """Return D = ((draft - its max) - (target - its max)) / T, finite, and 0 for tokens that neither model can draw.
+    """Return D = ((draft - its max) - (target - its max)) / T, finite; 0 for tokens that neither model can draw.
 
-    Close numbers are subtracted before anything rounds them. They are halved because the difference of two might overflow.
+    Close numbers are subtracted before any rounding. They are halved because their difference might overflow.
     """
     difference = (draft / 2).sub_(target, alpha=0.5).sub_(draft_max / 2 - target_max / 2).div_(temperature / 2)
     return difference.clamp_(-3e38, 3e38).nan_to_num_(nan=0)
@@ -26,12 +26,12 @@ def weight_change(weights: Tensor, difference: Tensor) -> Tensor:
 
 
 def weight_left(weights: Tensor, difference: Tensor, log_sum_ratio: Tensor, log_running_ratio: Tensor) -> Tensor:
-    """Return w max(0, 1 - exp(D - s)), s being the sum of the last two; may overwrite D."""
+    """Return w max(0, 1 - exp(D - s)), where s = log_sum_ratio + log_running_ratio; may overwrite D."""
     return difference.sub_(log_sum_ratio + log_running_ratio).clamp_(max=0).expm1_().neg_().mul_(weights)
 
 
 class Comparison(NamedTuple):
-    """What the residuals of rows are computed from, for any c: max(0, c p - q) = c p max(0, 1 - q / (c p)).
+    """The inputs of the residuals of rows, for any c: max(0, c p - q) = c p max(0, 1 - q / (c p)).
 
     log(q / p) = D - log_sum_ratio keeps its relative precision where p and q are close.
     """
@@ -40,10 +40,10 @@ class Comparison(NamedTuple):
     """[..., padded vocab] proportional to p."""
 
     target_sum: Tensor
-    """[...] the sum of those."""
+    """[...] the sum of these weights."""
 
     difference: Tensor
-    """[..., padded vocab] D, by which the logarithms of the two models' weights differ."""
+    """[..., padded vocab] D, the difference of the logarithms of the two models' weights."""
 
     log_sum_ratio: Tensor
     """[...] log(sum of the draft's weights / sum of the target's), infinite if the draft row is a point mass."""
@@ -57,8 +57,9 @@ class Comparison(NamedTuple):
 def log_sum_ratio(target_sum: Tensor, draft_sum: Tensor, change: Tensor | None) -> Tensor:
     """Return log(sum of the draft's weights / sum of the target's), infinite if the former is not positive.
 
-    The third argument is the sum of what changes the target's weights to the draft's, NaN where some weight changes much;
-    None: everywhere some does. If none does, log(1 + change) is more precise than the difference of two logarithms.
+    `change` is the sum of the differences between the draft's and the target's weights; NaN where a difference is large;
+    None: in every row one is large. Where all are small, log(1 + change) is more precise than the difference of two
+    logarithms.
     """
     ratio = draft_sum.log() - target_sum.log()
     if change is not None:
@@ -68,11 +69,11 @@ def log_sum_ratio(target_sum: Tensor, draft_sum: Tensor, change: Tensor | None) 
 
 
 def compare(rows: Rows, temperature: Tensor) -> tuple[Comparison, Tensor]:
-    """Compare a target's rows with a draft's; return also the block sums of the target's weights, [..., num_blocks].
+    """Compare target rows with draft rows; also return the block sums of the target's weights, [..., num_blocks].
 
     Args:
         rows: [2, ..., vocab].
-        temperature: [...] or what broadcasts to it.
+        temperature: [...] or broadcastable to it.
     """
     (target, draft), (target_max, draft_max) = rows.logits, rows.row_max
     difference = log_difference(target, draft, target_max, draft_max, temperature[..., None])
@@ -91,32 +92,32 @@ def compare(rows: Rows, temperature: Tensor) -> tuple[Comparison, Tensor]:
 
 
 def most_left(log_sum_ratio: Tensor, log_running_ratio: Tensor) -> Tensor:
-    """Return the most that the residual can weigh at one token: 0 if q is a point mass on it, unless c is infinite."""
+    """Return the largest weight of the residual at one token: 0 if q is a point mass on it, unless c is infinite."""
     difference = log_sum_ratio - log_running_ratio
     return torch.full_like(difference, torch.inf).masked_fill_(difference == torch.inf, 0)
 
 
 def leave_out(weights: Tensor, token_ids: Tensor, log_sum_ratio: Tensor, log_running_ratio: Tensor) -> Tensor:
-    """Limit the weight of one token of each row to `most_left`, in place: [rows, vocab] weights, and [rows] each."""
+    """Limit the weight of one token of each row to `most_left`, in place: [rows, vocab] weights, other arguments [rows]."""
     return weights.scatter_reduce_(1, token_ids[:, None], most_left(log_sum_ratio, log_running_ratio)[:, None], "amin")
 
 
 class Residual(NamedTuple):
-    """What rows' recovered tokens are drawn from."""
+    """The weights that recovered tokens are drawn from."""
 
     weights: Tensor
     """[rows, padded vocab] proportional to max(0, c p - q), or to p if c is infinite."""
 
     target: tuple[Tensor, Tensor] | None
-    """Weights proportional to p, and their block sums: drawn from where the former are all 0; None: `first` is drawn."""
+    """Weights proportional to p, and their block sums, for rows whose `weights` are all 0; None: `first` is drawn."""
 
     total: Tensor | None
-    """[rows] a number that is not positive where `first` is drawn; None: the sum of the weights."""
+    """[rows] a number, not positive for rows where `first` is drawn; None: the sum of the weights."""
 
     first: Tensor | None
-    """[rows, 1] int64, the only token that p can draw where it is a point mass, and the weights are meaningless.
+    """[rows, 1] int64, the only token of p where p is a point mass; the weights of such rows are meaningless.
 
-    None: p is no point mass.
+    None: p is never a point mass.
     """
 
     def draw(self, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -135,9 +136,9 @@ def residual(
     log_running_ratio: Tensor,
     greedy: Tensor | None = None,
 ) -> tuple[Residual, Tensor]:
-    """Return the residuals of rows, and which target rows have no finite logit, [rows] bool.
+    """Return the residuals of rows, and whether the target row has no finite logit, [rows] bool.
 
-    A draft row that is a point mass leaves out one token, as a deterministic drafter does.
+    A draft row that is a point mass excludes one token, like a deterministic drafter.
 
     Args:
         target: [rows, vocab] raw logits.
@@ -146,7 +147,7 @@ def residual(
         sampling: [rows], how the target samples.
         draft_sampling: [rows], how drafts were drawn.
         log_running_ratio: [rows] log c.
-        greedy: [rows] bool, whether p is the point mass on the argmax, or None if it is for no row.
+        greedy: [rows] bool, whether p is the point mass on the argmax; None if it is for no row.
     """
     if draft is None:
         assert token_ids is not None
@@ -154,7 +155,7 @@ def residual(
         row_max = mark_greedy(rows, greedy).row_max[0]
         weights = exp_scaled(rows.logits[0], row_max, sampling.temperature[:, None])
         weights = leave_out(weights, token_ids, weights.new_full(log_running_ratio.shape, torch.inf), log_running_ratio)
-        # If nothing is left, all of p is on the token that was left out, which is then the first.
+        # If nothing is left, all of p is on the excluded token, which is then `first`.
         found = Residual(weights, None, None, token_ids[:, None] if rows.first is None else rows.first[0])
         return found, rows.row_max[0, :, 0] == -torch.inf
     rows, _ = read((target, draft), (sampling, draft_sampling))

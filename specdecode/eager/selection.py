@@ -1,8 +1,8 @@
-"""Selection in PyTorch: from rows of logits to tokens by two-level selection, many rows at once.
+"""Two-level selection in PyTorch: from rows of logits to tokens, many rows at once.
 
-Rows are copied to float32 (float64 stays) a few requests at a time, so that no copy of all logits ever exists. The copies
-are padded to whole blocks with -inf. Reductions run along one row or one block, so on the CPU a row's result does not depend
-on the rows beside it.
+Rows are copied to float32 (float64 stays float64) a few requests at a time, so that no copy of all logits ever exists.
+The copies are padded to whole blocks with -inf. Reductions run along one row or one block, so on the CPU a row's result
+does not depend on other rows.
 """
 
 import functools
@@ -20,14 +20,14 @@ from specdecode.eager.vocabulary import DraftVocabRows
 from specdecode.noise import BLOCK_SIZE
 
 CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
-"""Logits copied at a time: what stays in a core's cache, or what keeps a GPU busy."""
+"""Logits copied at a time: few enough for a core's cache, or enough to keep a GPU busy."""
 
 Requests = Tensor | slice
 Compute = Callable[..., tuple[Tensor, ...]]
 
 
 def gathered(logits: Any) -> Any:
-    """Return logits as a tensor: rows that copy themselves call `gather` now, also in a named tuple.
+    """Return logits as a tensor: lazy rows are gathered now, also inside a named tuple.
 
     Rows of a draft's own vocabulary stay `vocabulary.DraftVocabRows`, of a tensor.
     """
@@ -42,7 +42,7 @@ def rows_at(logits: Any, requests: Tensor, offsets: Tensor) -> Any:
 
 
 def take(tensors: tuple[Any, ...], rows: Requests) -> tuple[Any, ...]:
-    """Return some rows of each tensor, and of those in named tuples."""
+    """Return some rows of each tensor, also of tensors inside named tuples."""
     return tuple(
         None if tensor is None else type(tensor)(*take(tensor, rows)) if isinstance(tensor, tuple) else tensor[rows]
         for tensor in tensors
@@ -54,8 +54,8 @@ def by_chunks(compute: Compute, logits_each: int, *tensors: Any) -> tuple[Tensor
 
     Args:
         compute: a function of the tensors.
-        logits_each: how many logits it copies for each request.
-        tensors: [requests, ...] each, or None, but for the first; or named tuples of such.
+        logits_each: the number of logits that it copies for each request.
+        tensors: [requests, ...] each, or named tuples of such tensors; all except the first may be None.
     """
     first = tensors[0]
     assert first is not None
@@ -71,7 +71,7 @@ def by_case(case: Tensor, compute: Compute, otherwise: Compute, *tensors: Any) -
     Args:
         case: [requests] bool, on the host.
         compute: a function of the tensors.
-        otherwise: another one, which returns tensors of the same shapes and dtypes.
+        otherwise: a function of the tensors, whose results have the same shapes and dtypes.
         tensors: [requests, ...] each, or None.
     """
     for every, function in ((case, compute), (~case, otherwise)):
@@ -86,9 +86,9 @@ def by_case(case: Tensor, compute: Compute, otherwise: Compute, *tensors: Any) -
 def by_kind(
     greedy: Tensor | bool, draw: Compute, pick: Compute, logits_each: int, logits: Tensor, *tensors: Any
 ) -> tuple[Tensor, ...]:
-    """Apply `pick` to greedy requests, and to the others `draw`, which is also given which rows are greedy, or None.
+    """Apply `pick` to greedy requests, and `draw` to the others; `draw` also receives a mask of greedy rows, or None.
 
-    On a device `draw` gets all requests if some may be greedy: to count them, the host would wait for the device.
+    On a device `draw` receives all requests if some may be greedy, because counting them would require waiting.
     """
     drawn, picked = (functools.partial(by_chunks, compute, logits_each) for compute in (draw, pick))
     if isinstance(greedy, bool):
@@ -99,22 +99,22 @@ def by_kind(
 
 
 class Rows(NamedTuple):
-    """Rows of one or two models, copied to the dtype to compute in."""
+    """Rows of one or two models, copied to the dtype of computation."""
 
     logits: Tensor
     """[models, ..., padded vocab]."""
 
     row_max: Tensor
-    """[models, ..., 1] the maximum; -inf if the row is empty, that is, has no logit but NaN and -inf.
+    """[models, ..., 1] the maximum; -inf if the row is empty, that is, has only NaN and -inf.
 
-    A row whose maximum is infinite is the point mass on its first entry of that size.
+    A row with an infinite maximum is the point mass on the first entry that equals it.
     """
 
     first: Tensor | None
-    """[models, ..., 1] int64, the first entry of that size; None if all maxima are finite."""
+    """[models, ..., 1] int64, the first entry that equals the maximum; None if all maxima are finite."""
 
     outside: Tensor | None = None
-    """[...] what the last model's row weighs besides, of no token, relative to its maximum; None if nothing."""
+    """[...] additional weight of the last model's row that belongs to no token, relative to its maximum; None: 0."""
 
 
 def read(models: tuple[Tensor, ...], dtype: torch.dtype) -> Rows:
@@ -142,8 +142,8 @@ def copy(models: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
 def mark_greedy(rows: Rows, greedy: Tensor | None) -> Rows:
     """Make the maxima of greedy rows infinite.
 
-    With an infinite maximum, `exp_scaled` returns weights whose sum is 0 or NaN, not positive: where a sum is not positive,
-    the token is `first`. Writing the weights of a point mass would take a pass over all rows.
+    With an infinite maximum, `exp_scaled` returns weights whose sum is 0 or NaN; where a sum is not positive, the token
+    is `first`. Writing the weights of a point mass would need a pass over all rows.
 
     Args:
         rows: [models, ..., vocab].
@@ -153,7 +153,7 @@ def mark_greedy(rows: Rows, greedy: Tensor | None) -> Rows:
 
 
 def or_first(token_ids: Tensor, total: Tensor, first: Tensor | None) -> Tensor:
-    """Return token ids, [...], but the first entry of rows whose weights have no positive total, [..., 1], if any may be."""
+    """Return token ids, [...], replaced by `first` in rows whose total weight, [..., 1], is not positive."""
     return token_ids if first is None else torch.where(total > 0, token_ids, first.squeeze(-1))
 
 
@@ -208,13 +208,13 @@ def select(
     Args:
         weights: [..., padded vocab] w >= 0.
         sums: [..., num_blocks] block sums of w.
-        seeds: [...] int64, or what broadcasts to it.
-        positions: [...] int64, of the tokens drawn.
-        domains: of the block's and of the token's noise.
-        otherwise: the weights, and their block sums, that rows are drawn from whose w are all 0; None if no row's are.
+        seeds: [...] int64 or broadcastable to it.
+        positions: [...] int64, of the drawn tokens.
+        domains: of the noise for the block and for the token.
+        otherwise: (weights, block sums) for rows whose w are all 0; None if there are no such rows.
 
     Returns:
-        [...] int64 token ids; of a row that has NaN among its weights, any.
+        [...] int64 token ids; undefined for a row with NaN among its weights.
     """
     size, num_blocks = min(BLOCK_SIZE, weights.shape[-1]), sums.shape[-1]
     seeds, positions = seeds[..., None], positions[..., None]

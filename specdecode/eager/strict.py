@@ -5,8 +5,8 @@ from torch import Tensor
 
 from specdecode.batch import SamplerOutput
 from specdecode.eager.greedy import argmax
+from specdecode.eager.inputs import Inputs
 from specdecode.eager.selection import block_sums, by_kind, exp_scaled, mark_greedy, or_first, select
-from specdecode.eager.steps import Steps
 from specdecode.eager.truncation import RowSampling, read
 from specdecode.noise import SELECT
 
@@ -19,19 +19,20 @@ def sample(
     greedy: Tensor | bool,
     domains: tuple[int, int] = SELECT,
 ) -> tuple[Tensor, ...]:
-    """Draw one token per row: the argmax for greedy requests, else from softmax(logits / temperature), truncated.
+    """Draw one token per row: the argmax for greedy requests, otherwise from softmax(logits / temperature), truncated.
 
     Args:
         logits: [requests, ..., vocab] any float.
-        sampling: [requests, ...] or what broadcasts to it.
-        seeds: [requests, ...] or what broadcasts to it, int64.
+        sampling: [requests, ...] or broadcastable to it.
+        seeds: [requests, ...] int64 or broadcastable to it.
         positions: [requests, ...] int64.
-        greedy: [requests] bool, or one for all.
+        greedy: [requests] bool, or one bool for all.
         domains: of the noise.
 
     Returns:
-        [requests, ...] each: int64 token ids; logsumexp(logits / temperature) of what is kept, 0 for greedy requests, which
-        have no softmax; bool, whether the row has no finite logit; and if rows are truncated, int64 the last token kept.
+        [requests, ...] each: int64 token ids; logsumexp(logits / temperature) of the kept tokens, 0 for greedy requests,
+        which have no softmax; bool, whether the row has no finite logit; and, if rows are truncated, int64 the last kept
+        token.
     """
 
     def draw(
@@ -60,21 +61,21 @@ def sample(
     return by_kind(greedy, draw, pick, logits.shape[1:].numel(), logits, sampling, seeds, positions)
 
 
-def verify(steps: Steps, scheduled: Tensor | None = None) -> SamplerOutput:
+def verify(inputs: Inputs, scheduled: Tensor | None = None) -> SamplerOutput:
     """Accept drafts while each is the target's own sample; then emit the target's own sample.
 
     Args:
-        steps: the batch.
-        scheduled: [batch, num_draft_tokens] which drafts to accept instead, or None.
+        inputs: the batch.
+        scheduled: [batch, num_draft_tokens] bool, scheduled accept decisions that replace the computed ones, or None.
     """
     token_ids, _, is_empty, *_ = sample(
-        steps.target_logits,
-        steps.sampling.at(slice(None), None),
-        steps.seeds[:, None],
-        steps.positions[:, None] + steps.offsets,
-        steps.greedy,
+        inputs.target_logits,
+        inputs.sampling.at(slice(None), None),
+        inputs.seeds[:, None],
+        inputs.positions[:, None] + inputs.offsets,
+        inputs.greedy,
     )
-    accepted = token_ids[:, :-1] == steps.draft_token_ids if scheduled is None else scheduled
-    num_accepted = steps.leading(accepted).minimum(steps.num_drafts)
+    accepted = token_ids[:, :-1] == inputs.draft_token_ids if scheduled is None else scheduled
+    num_accepted = inputs.leading(accepted).minimum(inputs.num_drafts)
     emitted, emitted_empty = (at.gather(1, num_accepted[:, None]).squeeze(1) for at in (token_ids, is_empty))
-    return steps.output(num_accepted, emitted, is_empty[:, :-1], emitted_empty)
+    return inputs.output(num_accepted, emitted, is_empty[:, :-1], emitted_empty)

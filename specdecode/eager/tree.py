@@ -12,29 +12,30 @@ from torch import Tensor, nn
 
 from specdecode.arguments import on_host
 from specdecode.batch import RowBatch, SamplerOutput, TreeBatch, TreeOutput, VerificationBatch
+from specdecode.eager.inputs import row_temperature, seeds_and_positions
 from specdecode.eager.packed import locate
 from specdecode.eager.philox import exponential
 from specdecode.eager.selection import block_sums, by_chunks, exp_scaled
-from specdecode.eager.steps import row_temperature, seeds_and_positions
 from specdecode.eager.truncation import RowSampling, read, row_sampling
 from specdecode.noise import SELECT
 
 NOTHING = {"logprobs": torch.nan, "top_token_ids": -1, "top_logprobs": torch.nan}
 NOTHING |= {"num_kept": 0, "kept_token_ids": -1, "kept_cutoff": -1}
-"""The value of each list behind the last token of a request."""
+"""The padding of each list after the last token of a request."""
 
 
 class Walk(NamedTuple):
-    """The state of a walk, which each round changes."""
+    """The state of a walk; each round updates it."""
 
     parents: Tensor  # [batch, nodes] int64, -1 for node 0 and for nodes that cannot be followed
     first_row: Tensor  # [batch] int64, the row of node 0
     row: Tensor  # [batch] int64, the row of the current node; -1 if the walk has ended, or there is no row
+    position: Tensor  # [batch] int64, the position of the token drawn from that row
     token_ids: Tensor  # [batch, max_depth + 1] int64, -1 where nothing is emitted
     nodes: Tensor  # [batch, max_depth] int32, -1 where nothing is accepted
     num_accepted: Tensor  # [batch] int32
     num_draft_tokens: Tensor  # [batch] int32, the depth of the tree
-    invalid: Tensor  # [batch] bool, whether a row that a token came from had no finite logit
+    invalid: Tensor  # [batch] bool, whether the row of an emitted token had no finite logit
 
 
 def start(batch: TreeBatch) -> Walk:
@@ -48,6 +49,7 @@ def start(batch: TreeBatch) -> Walk:
         parents,
         first_row,
         torch.where(last_node >= 0, first_row, -1),
+        torch.zeros_like(first_row) if batch.rows.positions is None else batch.rows.positions.clone(),
         first_row.new_full((len(first_row), batch.max_depth + 1), -1),
         first_row.new_full((len(first_row), batch.max_depth), -1, dtype=torch.int32),
         torch.zeros_like(first_row, dtype=torch.int32),
@@ -79,10 +81,11 @@ def advance(batch: TreeBatch, walk: Walk, output: SamplerOutput, depth: int) -> 
         return
     node = walk.nodes[:, depth - 1, None] if depth > 0 else torch.zeros_like(walk.row)[:, None]
     is_next = (walk.parents == node) & (batch.token_ids == emitted[:, None]) & is_walking[:, None]
-    is_found, child = is_next.max(dim=1)  # the first of equal values
+    is_found, child = is_next.max(dim=1)  # the first of equal nodes
     walk.nodes[:, depth] = child.where(is_found, -1)
     walk.num_accepted.add_(is_found)
     walk.row.copy_(torch.where(is_found, walk.first_row + child, -1))
+    walk.position.add_(1)
 
 
 def walk_in_rounds(
@@ -94,7 +97,7 @@ def walk_in_rounds(
     """Walk from node 0 through the nodes whose tokens are the target's own, with one `strict` step a round."""
     rounds = []
     for depth in range(batch.num_rounds):
-        rounds.append(verify("strict", batch.round(walk.row, walk.token_ids[:, :depth])))
+        rounds.append(verify("strict", batch.round(walk.row, walk.position, walk.token_ids[:, :depth])))
         advance(batch, walk, rounds[-1], depth)
         if on_host(walk.row) and bool((walk.num_accepted <= depth).all()):
             break
@@ -108,7 +111,7 @@ def output_of(walk: Walk, lists: dict[str, Tensor | None]) -> TreeOutput:
 
 
 def columns(name: str, rounds: list[SamplerOutput], token_ids: Tensor) -> Tensor | None:
-    """Return a list of all rounds, [batch, max_depth + 1, ...], or None if it was not asked for."""
+    """Return a list of all rounds, [batch, max_depth + 1, ...], or None if it was not requested."""
     each: list[Tensor] = [getattr(output, name) for output in rounds]
     if each[0] is None:
         return None
@@ -121,10 +124,10 @@ def columns(name: str, rounds: list[SamplerOutput], token_ids: Tensor) -> Tensor
 
 @torch.no_grad()
 def siblings(batch: RowBatch, width: int) -> Tensor:
-    """Draw the children of a node from each row, [batch, width] int64, likeliest to be the target's own token first.
+    """Draw the children of a node from each row, [batch, width] int64, the likeliest first.
 
-    They are the tokens with the smallest lags of the race that draws the target's own token, -1 where fewer are possible.
-    For greedy requests they are the tokens with the largest logits.
+    They are the tokens with the smallest lags in the race that draws the target's own token, so the likeliest to be this
+    token come first; -1 if fewer are possible. For greedy requests they are the tokens with the largest logits.
     """
     temperature, greedy = row_temperature(batch.temperature, batch.logits)
     seeds, positions = seeds_and_positions(batch, torch.arange(len(batch.logits), device=batch.logits.device))
@@ -148,10 +151,10 @@ def siblings(batch: RowBatch, width: int) -> Tensor:
 
 
 def race_order(weights: Tensor, seeds: Tensor, positions: Tensor, width: int) -> Tensor:
-    """Return the first tokens of the two-level race of [rows, padded vocab] weights, by their lags, [rows, width] int64.
+    """Return the tokens with the smallest lags in the race of [rows, padded vocab] weights, [rows, width] int64.
 
-    The lag of a token is log t_b - log t_best + log t_v - log t_first, with the times t = E / w of its block, of the first
-    block, of the token itself and of the first token of its block. Only the first `width` blocks can matter.
+    The lag of a token is log t_b - log t_best + log t_v - log t_first. The times t = E / w are of its block, of the first
+    block, of the token itself, and of the first token of its block. Only the first `width` blocks can matter.
     """
     sums = block_sums(weights)
     num_blocks, size = sums.shape[1], weights.shape[1] // sums.shape[1]
@@ -173,7 +176,7 @@ def race_order(weights: Tensor, seeds: Tensor, positions: Tensor, width: int) ->
 
 
 def likeliest(logits: Tensor, width: int) -> Tensor:
-    """Return the tokens with the largest logits, [rows, width] int64, -1 where fewer are finite; 0 of a row without any."""
+    """Return the tokens with the largest logits, [rows, width] int64, then -1; token 0 in rows without finite logits."""
     values = logits.to(torch.promote_types(logits.dtype, torch.float32)).nan_to_num(
         nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf
     )

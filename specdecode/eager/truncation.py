@@ -1,4 +1,4 @@
-"""Truncation in PyTorch: logits that top-k, top-p and min-p leave out become -inf, by a sort of each row."""
+"""Truncation in PyTorch: logits that top-k, top-p and min-p exclude become -inf, by sorting each row."""
 
 import functools
 from typing import Any, NamedTuple
@@ -16,13 +16,14 @@ ALL = torch.iinfo(torch.int64).max
 
 
 class RowSampling(NamedTuple):
-    """How tokens are drawn from some rows: each field [...], or what broadcasts to it."""
+    """The sampling parameters of rows; each field is [...] or broadcastable to it."""
 
     temperature: Tensor
-    """> 0 and in the dtype to compute in."""
+    """> 0 and in the dtype of computation."""
 
     target_temperature: Tensor | None = None
-    """Of draft rows, the temperature that they are given to be compared with the target's rows; None: they have it."""
+    """For draft rows, the target's temperature, to which their logits are rescaled for comparison; None: the same
+    temperature."""
 
     top_k: Tensor | None = None
     """int64, at least 1; None: all tokens."""
@@ -35,7 +36,7 @@ class RowSampling(NamedTuple):
 
     @property
     def truncates(self) -> bool:
-        """Whether anything may be left out."""
+        """Whether any token may be excluded."""
         return any(field is not None for field in self[2:])
 
     def at(self, *index: Any) -> "RowSampling":
@@ -45,10 +46,10 @@ class RowSampling(NamedTuple):
 
 
 def row_sampling(temperature: Tensor, truncation: Truncation | None, vocab: int) -> RowSampling:
-    """Return [batch] tensors, given [batch] temperatures > 0.
+    """Return the sampling parameters as [batch] tensors, given [batch] temperatures > 0.
 
-    Values that could not be checked on the host are made harmless: a top_k below 1 and a top_p or min_p that is NaN leave
-    nothing out; a top_p of 0 or less keeps one token, a min_p above 1 the most likely ones.
+    Values that could not be checked on the host are made harmless: a top_k below 1, and a top_p or min_p that is NaN,
+    keep all tokens; a top_p of 0 or less keeps one token; a min_p above 1 keeps the most likely tokens.
     """
     if truncation is None:
         return RowSampling(temperature)
@@ -70,7 +71,7 @@ def row_sampling(temperature: Tensor, truncation: Truncation | None, vocab: int)
 
 
 def of_drafts(sampling: RowSampling, greedy: Tensor | bool, target_temperature: Tensor) -> RowSampling:
-    """Return the drafts' sampling, with the target's temperature beside it; greedy drafts have a top_k of 1."""
+    """Return the drafts' sampling parameters with the target's temperature; greedy drafts have a top_k of 1."""
     whole = torch.full_like(target_temperature, ALL, dtype=torch.int64)
     top_k = whole if sampling.top_k is None else sampling.top_k
     top_k = top_k.masked_fill(greedy, 1) if isinstance(greedy, Tensor) else torch.ones_like(top_k) if greedy else top_k
@@ -80,7 +81,7 @@ def of_drafts(sampling: RowSampling, greedy: Tensor | bool, target_temperature: 
 def truncate(logits: Tensor, row_max: Tensor, sampling: RowSampling) -> Tensor:
     """Replace truncated logits by -inf, in place; return the last kept token of each row, [...] int64.
 
-    It is -1 where nothing is asked to be left out.
+    It is -1 for rows with neutral limits.
 
     Args:
         logits: [..., vocab] without NaN.
@@ -106,17 +107,17 @@ def truncate(logits: Tensor, row_max: Tensor, sampling: RowSampling) -> Tensor:
 
 
 def is_whole(sampling: RowSampling) -> Tensor:
-    """Return a mask of the rows that nothing truncates, in the shape of the sampling, bool."""
+    """Return the mask of rows with neutral limits, in the shape of the sampling parameters, bool."""
     neutral = zip(sampling[2:], (ALL, 2.0, 0.0))
     return functools.reduce(torch.logical_and, [limit == value for limit, value in neutral if limit is not None])
 
 
 def read(models: tuple[Tensor, ...], samplings: tuple[RowSampling, ...]) -> tuple[Rows, Tensor | None]:
-    """Copy rows of raw logits, each truncated as it was sampled, so that all have the temperature of the first model.
+    """Copy rows of raw logits, each truncated by its own parameters and rescaled to the temperature of the first model.
 
     Args:
-        models: [..., vocab] raw logits of the target, and of the draft if it is to be read, also `DraftVocabRows`.
-        samplings: how tokens are drawn from the rows of each.
+        models: [..., vocab] raw logits of the target, and of the draft if it is needed, possibly as `DraftVocabRows`.
+        samplings: the sampling parameters of each model's rows.
 
     Returns:
         The rows, and the cutoffs of the first model, [...] int64; None if it is not truncated.
@@ -133,11 +134,11 @@ def read(models: tuple[Tensor, ...], samplings: tuple[RowSampling, ...]) -> tupl
 
 
 def to_one_temperature(logits: Tensor, row_max: Tensor, samplings: tuple[RowSampling, ...]) -> Tensor:
-    """Give the last model's rows the temperature T of the first, in place; return the rows' maxima.
+    """Rescale the last model's rows to the temperature T of the first, in place; return the rows' maxima.
 
-    softmax(l / T') = softmax(l' / T) where l' = ((l - max) / T') T. This rounds. So where T' differs from T the target's
-    rows are rounded alike, and where it does not, no row is rounded: equal distributions must stay equal, or rounding would
-    be taken for a residual. A row with an infinite maximum is a point mass.
+    softmax(l / T') = softmax(l' / T) where l' = ((l - max) / T') T. This rounds. Where T' differs from T, the target's
+    rows are rounded in the same way; where it does not, no row is rounded. So equal distributions stay equal, and
+    rounding is not mistaken for a residual. A row with an infinite maximum is a point mass.
 
     Args:
         logits: [models, ..., vocab].
@@ -159,10 +160,10 @@ def to_one_temperature(logits: Tensor, row_max: Tensor, samplings: tuple[RowSamp
 def read_and_spread(
     target: Tensor, draft: DraftVocabRows, sampling: RowSampling, draft_sampling: RowSampling
 ) -> tuple[Rows, Tensor | None]:
-    """Read rows of a target, and of a draft with a vocabulary of its own, which are truncated first and then spread."""
+    """Read rows of a target, and of a draft with its own vocabulary; draft rows are truncated first and then spread."""
     rows, cutoffs = read((target,), (sampling,))
     drafts, _ = read((draft.tensor,), (draft_sampling._replace(target_temperature=None),))
-    drafts = point_masses(drafts)  # where an order of ids decides, it is the draft's
+    drafts = point_masses(drafts)  # ties are broken by draft ids
     spread = draft.spread(drafts.logits, rows.logits.shape[-1])
     first = None if rows.first is None else torch.cat([rows.first, spread.argmax(dim=-1, keepdim=True)])
     outside = draft.weight_outside(drafts.logits, drafts.row_max, draft_sampling.temperature)
@@ -174,12 +175,12 @@ def read_and_spread(
 
 
 def is_kept(logits: Tensor, token_ids: Tensor, cutoffs: Tensor) -> Tensor:
-    """Return whether tokens come no later than the cutoff in the order of truncation.
+    """Return whether tokens come before the cutoff, or are the cutoff, in the order of truncation.
 
     Args:
         logits: [..., vocab] raw logits.
         token_ids: [...] int64.
-        cutoffs: [...] int64, the last token kept of each row, -1 where all are.
+        cutoffs: [...] int64, the last kept token of each row, -1 if all tokens are kept.
     """
     inside = cutoffs.clamp(0, logits.shape[-1] - 1)
     logit, least = (logits.gather(-1, ids[..., None]).squeeze(-1) for ids in (token_ids, inside))

@@ -1,8 +1,8 @@
-"""Draft rows over a vocabulary of their own, in PyTorch: truncated over that vocabulary, and spread chunk by chunk.
+"""Draft rows over their own vocabulary, in PyTorch: truncated over that vocabulary, and spread chunk by chunk.
 
-Draft rows are short, and stay so until they are computed. Then the rows of a chunk are truncated in the order of the draft's
-ids, and their logits are moved to the target's ids, with -inf where the draft has no token. From there on they
-are ordinary rows: softmax gives 0 for tokens that the draft lacks.
+Draft rows stay short until they are computed. Then the rows of a chunk are truncated in the order of the draft's ids, and
+their logits are moved to the target's ids, with -inf for tokens that the draft lacks. The result are ordinary rows:
+softmax gives 0 for these tokens.
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ from specdecode.eager.packed import IndexedRows
 
 
 class DraftVocabRows:
-    """Raw logits over the draft's own vocabulary, [..., draft_vocab], and which token of the target each entry is."""
+    """Raw logits over the draft's own vocabulary, [..., draft_vocab], and the map from target tokens to draft ids."""
 
     def __init__(self, logits: Tensor | IndexedRows, draft_ids: Tensor) -> None:
-        """Take rows, and the draft id of each of the target's tokens, [vocab] int64, -1 for those that the draft lacks."""
+        """Take rows, and the draft id of each target token, [vocab] int64, -1 for tokens that the draft lacks."""
         self.logits, self.draft_ids = logits, draft_ids
         self.dtype = logits.dtype
 
@@ -27,7 +27,7 @@ class DraftVocabRows:
         return DraftVocabRows(self.logits[key], self.draft_ids)
 
     def gather(self) -> "DraftVocabRows":
-        """Copy the rows, if they have only been indexed so far."""
+        """Copy the rows, if they are still an index."""
         return DraftVocabRows(self.logits.gather(), self.draft_ids) if isinstance(self.logits, IndexedRows) else self
 
     @property
@@ -37,16 +37,16 @@ class DraftVocabRows:
         return self.logits
 
     def spread(self, logits: Tensor, width: int) -> Tensor:
-        """Move [..., draft_vocab or more] logits of such rows to the target's tokens, [..., width], -inf elsewhere."""
+        """Move [..., draft_vocab or more] logits to the target's tokens, [..., width], with -inf for all other tokens."""
         rows = logits.new_full((*logits.shape[:-1], width), -torch.inf)
         of_target = logits.index_select(-1, self.draft_ids.clamp(min=0)).masked_fill_(self.draft_ids < 0, -torch.inf)
         rows[..., : len(self.draft_ids)] = of_target
         return rows
 
     def weight_outside(self, logits: Tensor, row_max: Tensor, temperature: Tensor) -> Tensor | None:
-        """Return sum(exp((l - row_max) / T)) over [..., draft_vocab or more] logits without a token, [...].
+        """Return sum(exp((l - row_max) / T)) over the draft logits that belong to no target token, [...].
 
-        Only ids that could not be checked can leave such logits: on the CPU the result is None.
+        Such logits exist only if ids could not be checked: on the CPU the result is None.
         """
         if on_host(self.draft_ids):
             return None
@@ -58,14 +58,14 @@ class DraftVocabRows:
 
 
 def target_to_draft(draft_vocab_ids: Tensor, vocab: int) -> Tensor:
-    """Return the draft id of each token of the target, [vocab] int64, -1 for those that the draft lacks.
+    """Return the draft id of each target token, [vocab] int64, -1 for tokens that the draft lacks.
 
-    Values that could not be checked on the host are made harmless: an id outside the vocabulary is left out, and of equal
-    ids the first counts. The probabilities of the others stay what they are: what is left out is no token's.
+    Values that could not be checked on the host are made harmless: an id outside the vocabulary is ignored, and of equal
+    ids the first counts. The probabilities of other tokens do not change: the ignored mass belongs to no token.
     """
     ids = draft_vocab_ids.to(torch.int64)
     size = len(ids)
-    inside = torch.where((ids >= 0) & (ids < vocab), ids, vocab)  # an entry that is cut off again
+    inside = torch.where((ids >= 0) & (ids < vocab), ids, vocab)  # one more entry, removed at the end
     draft_ids = torch.full((vocab + 1,), size, dtype=torch.int64, device=ids.device)
     draft_ids.scatter_reduce_(0, inside, torch.arange(size, device=ids.device), "amin")
     return torch.where(draft_ids < size, draft_ids, -1)[:vocab]

@@ -1,7 +1,7 @@
-"""Integrations with other libraries: one module or package for each, the only one that imports that library.
+"""Integrations with other libraries: one module or package for each library, the only one that imports it.
 
-Serving engines load the two functions below as plug-ins in every process, wanted or not. So this module imports neither
-PyTorch nor an engine, unless an environment variable switches the plug-in on.
+Serving engines load the two functions below as plug-ins in every process, whether or not they are switched on. So this
+module imports neither PyTorch nor an engine, unless an environment variable switches the plug-in on.
 """
 
 import os
@@ -11,7 +11,7 @@ SGLANG_SWITCH = "SPECDECODE_SGLANG"
 
 
 def register_vllm() -> None:
-    """Let vLLM verify with this package, if `SPECDECODE_VLLM` says so: the entry point in `vllm.general_plugins`.
+    """Make vLLM verify with this package if `SPECDECODE_VLLM` is set: the entry point in `vllm.general_plugins`.
 
     Raises:
         ValueError: a variable has a wrong value.
@@ -23,7 +23,7 @@ def register_vllm() -> None:
 
 
 def register_sglang() -> None:
-    """Let SGLang verify with this package, if `SPECDECODE_SGLANG` says so: the entry point in `sglang.srt.plugins`.
+    """Make SGLang verify with this package if `SPECDECODE_SGLANG` is set: the entry point in `sglang.srt.plugins`.
 
     SGLang logs exceptions of plug-ins and continues without them. A wrong value ends the process instead: a server must not
     start if it would ignore the variable.

@@ -1,4 +1,4 @@
-"""The common part of the plug-ins of serving engines: calls, warm-up, fallbacks, and the log line for operators.
+"""The common part of the plug-ins of serving engines: calls, warm-up, fallbacks, and the metrics in the log.
 
 A plug-in adapts an engine's step to a sampler's call by three functions: `as_call` translates the engine's arguments,
 `why_not` returns the reason to leave a step to the engine, or None, and `as_result` translates the output.
@@ -21,7 +21,7 @@ from specdecode.batch import Packing, Truncation, VerificationBatch
 EngineMethod = Literal["probabilistic", "block", "strict"]
 
 MOST_OUTPUTS = 256
-"""Steps whose outputs a report keeps before it adds them up."""
+"""Steps whose outputs `StepMetrics` keeps before it adds them up."""
 
 
 def method_of(switch: str) -> EngineMethod:
@@ -51,7 +51,7 @@ def is_zero(value: object) -> bool:
 
 
 def unknown_reason(what: str, names: Iterable[str]) -> str | None:
-    """Return the reason for a fallback if an engine has any names that are not known here, or None."""
+    """Return the reason for a fallback if an engine has names that are unknown here, or None."""
     found = ", ".join(names)
     return f"{what} this version of specdecode does not know ({found})" if found else None
 
@@ -74,9 +74,9 @@ class Fallbacks(Counter[str]):
         self.logger = logger
 
     def add(self, reason: str, consequence: str) -> None:
-        """Count one step; log the 1st, 10th, 100th, ... of its reason, and what happens to such steps."""
+        """Count one step; log the 1st, 10th, 100th, ... of its reason, and the consequence."""
         self[reason] += 1
-        # Not the first alone: an engine's own warm-up makes steps with every feature before there is any request.
+        # Not only the first: an engine's own warm-up makes steps with every feature before the first request.
         if str(self[reason]).strip("0") == "1":
             self.logger.warning("specdecode: step %d with %s: %s", self[reason], reason, consequence)
 
@@ -85,15 +85,15 @@ class Fallbacks(Counter[str]):
 
 
 def verify(sampler: RejectionSampler, call: dict[str, Any], kind: Hashable, checked: set[Hashable]) -> SamplerOutput:
-    """Return the output of a call, whose arguments are checked in the first step of a kind alone.
+    """Return the output of a call; its arguments are checked only in the first step of each kind.
 
-    An engine's tensors have the same types in all steps of a kind, and fit together.
+    An engine's tensors have the same types and matching shapes in all steps of a kind.
 
     Args:
         sampler: verifies.
-        call: the arguments of `sampler.packed` if they have `row_starts`, else of `sampler`.
+        call: the arguments of `sampler.packed` if they have `row_starts`, otherwise of `sampler`.
         kind: the same for all steps with arguments of the same types.
-        checked: the kinds of steps before; `kind` is added.
+        checked: the kinds of earlier steps; `kind` is added.
     """
     if kind not in checked:
         checked.add(kind)
@@ -122,12 +122,12 @@ def unchecked(
 
     Args:
         temperature: [batch]; in a packed call [num_slots], like all sampling parameters.
-        top_k: given with `top_p` and `min_p`, or none of the three is.
+        top_k: given together with `top_p` and `min_p`, or none of the three.
         top_p: see `top_k`.
         min_p: see `top_k`.
-        draft_sampling: has a temperature alone.
+        draft_sampling: has only a temperature.
         row_starts: of a packed call, like the next three arguments.
-        num_draft_tokens: the most that a request may have.
+        num_draft_tokens: the most drafts of a request.
         slots: of requests.
         row_positions: of the tokens fed at the rows.
         **others: fields of the batch.
@@ -148,12 +148,13 @@ def unchecked(
 def warm_up(
     sampler: RejectionSampler, calls: Sequence[dict[str, Any]], share: Callable[[], tuple[Any, ...]] = tuple
 ) -> None:
-    """Compile the kernels of some calls before a server needs them: on a GPU the kernels of all calls at once.
+    """Compile the kernels of some calls before a server needs them; on a GPU, all of them in parallel.
 
     Args:
         sampler: makes the calls.
         calls: arguments of `sampler.warmup`.
-        share: the fields of a `Share`, the part of the kernels that this process compiles if others compile the same.
+        share: the fields of a `Share`: this process's part of the compilation, if several processes need the same
+            kernels.
     """
     warmups = [functools.partial(sampler.warmup, **call) for call in calls]
     if calls and calls[0]["target_logits"].is_cuda:
@@ -178,14 +179,14 @@ def zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.zeros(shape, device=device)
 
 
-# ---- The log line for operators --------------------------------------------------------------------------------------
+# ---- Metrics in the log ----------------------------------------------------------------------------------------------
 
 
 def log_interval(variable: str) -> float:
-    """Return the seconds between two log lines that an environment variable asks for: 60 by default; 0: no lines.
+    """Return the seconds between two log lines, set by an environment variable; 60 by default, 0 for no lines.
 
     Raises:
-        ValueError: the variable is not such a number.
+        ValueError: the variable is not a number >= 0.
     """
     value = os.environ.get(variable, "") or "60"
     try:
@@ -204,7 +205,7 @@ class Interval(NamedTuple):
     steps: int  # that were verified here
     left: Counter[str]  # steps left to the engine, by reason
     sums: Tensor  # [3] int64, on the host: requests with drafts, accepted drafts, invalid requests
-    copied: Any = None  # the event recorded after the copy of the sums; None: they are there
+    copied: Any = None  # the event recorded after the copy of the sums; None: no copy
 
     def line(self, how: str) -> str:
         """Return the log line; `how` says what happens to steps in `left`."""
@@ -217,7 +218,7 @@ class Interval(NamedTuple):
         )
 
 
-class Report:
+class StepMetrics:
     """Counts steps, and logs them once in an interval.
 
     The host never waits: the outputs of steps, a few bytes for each request, are kept and added up on the device, and the
@@ -256,7 +257,7 @@ class Report:
         self.tick()
 
     def tick(self) -> None:
-        """Log the interval that has ended once its sums are there; end this one if it is time. Called in every step."""
+        """Log the ended interval once its sums are copied; end the current interval if it is time. Called in every step."""
         if self.ended is not None and (self.ended.copied is None or self.ended.copied.query()):
             self.log(self.ended)
             self.ended = None

@@ -1,22 +1,22 @@
-"""Verification in SGLang: a hook around `eagle_sample`, which decides what a verify step emits.
+"""Verification in SGLang: a hook around `eagle_sample`, which returns the tokens of a verify step.
 
-Every request has as many rows as the others, so that SGLang's tensors are views of what the sampler takes:
+All requests have the same number of rows, so the sampler's arguments are views of SGLang's tensors:
 
 | SGLang | the sampler |
 |---|---|
 | `next_token_logits` [batch * D, vocab] | `target_logits` [batch, D, vocab] |
 | `draft_token` [batch * D], column 0 is the last token | `draft_token_ids`: the other columns |
-| `seq_lens`, where the last token is | `positions`: one more |
+| `seq_lens`, the position of the last token | `positions`: one more |
 | `top_ks` 1 is greedy | `temperature` 0 |
 | `draft_probs` q, of rejection sampling | `draft_logits`: T log q, whose softmax at temperature T is q |
 | no rejection sampling, or all requests are greedy | `draft_logits=None`, a point mass |
 
 T log q is the only copy of vocabulary size. It costs 8 bytes per probability, read and written once by one kernel. Its
-logsumexp is 0, so that verification reads the copy only where a draft was rejected. `"strict"` needs no draft logits, and a
-step in which all requests are greedy has none: SGLang computes no q then.
+logsumexp is 0, so that verification reads the copy only where a draft was rejected. `"strict"` needs no draft logits, and
+a step with only greedy requests has none, because SGLang then computes no q.
 
-Trees of drafts (EAGLE with a top-k above 1, n-gram look-up) are verified by `RejectionSampler("strict").tree`, whatever the
-method for chains is: their drafts come without q, and the walk is exact for every tree.
+Trees of drafts (EAGLE with a top-k above 1, n-gram look-up) are verified by `RejectionSampler("strict").tree`, for every
+method of chains: tree drafts come without q, and the walk is exact for every tree.
 
 | SGLang | `tree` |
 |---|---|
@@ -69,12 +69,12 @@ def install(method: EngineMethod) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # AROUND and not REPLACE: the hook is given SGLang's function, for the steps that it leaves to it.
+    # AROUND and not REPLACE: the hook receives SGLang's function, and calls it for the steps that it leaves to SGLang.
     HookRegistry.register(TARGET, EagleSample(method, Engine()), HookType.AROUND)
 
 
 class Engine:
-    """The questions that the hook asks SGLang."""
+    """The state of SGLang that the hook reads."""
 
     def settings(self) -> Any:
         """Return the server's speculative settings."""
@@ -106,19 +106,19 @@ class RequestState(NamedTuple):
     """Sampling parameters of a batch's requests."""
 
     given: tuple[Tensor | None, ...]
-    """SGLang's tensors that it is made from; SGLang makes new ones when requests come or go, and never changes them."""
+    """SGLang's source tensors. SGLang makes new ones when requests come or go, and never changes them."""
     temperature: Tensor  # [batch] float32, 0 for greedy requests
-    seeds: Tensor  # [batch] int64: SGLang's, else random; the noise of each position is another
+    seeds: Tensor  # [batch] int64: SGLang's, otherwise random; the noise differs by position
     is_truncated: bool
 
 
-class Step(NamedTuple):
+class StepInputs(NamedTuple):
     """The arguments of SGLang's `eagle_sample`."""
 
     verify_input: Any  # the drafts
     batch: Any  # the requests
     logits_output: Any  # the target's logits
-    grammar_mask: Any  # is applied to them
+    grammar_mask: Any  # is applied to the logits
     uno_target_max_top_k: int | None  # of SGLang's Uno trees
     watermark_state: Any
     unknown: dict[str, Any]  # arguments of a later SGLang
@@ -136,7 +136,7 @@ class Step(NamedTuple):
 
     @property
     def is_tree(self) -> bool:
-        """Whether drafts are linked as a tree. Otherwise they are a chain: each follows the one before it."""
+        """Whether drafts are linked as a tree. Otherwise they are a chain."""
         drafts = self.verify_input
         return bool(drafts.tree_topk != 1 or drafts.draft_token_num != drafts.max_tree_depth)
 
@@ -148,7 +148,7 @@ class Step(NamedTuple):
 
     @property
     def is_truncated(self) -> bool:
-        """Whether any request truncates; greedy requests have a top_k of 1 in SGLang, which is no truncation here."""
+        """Whether any request truncates; the top_k of 1 of greedy requests in SGLang does not count."""
         info, vocab = self.info, self.logits.shape[-1]
         if info.is_all_greedy:
             return False
@@ -157,11 +157,11 @@ class Step(NamedTuple):
 
 
 class EagleSample:
-    """The hook: verify a chain or a tree of drafts per request by this package, leave everything else to SGLang.
+    """The hook: verify a chain or a tree of drafts per request with this package, and leave other steps to SGLang.
 
     Args:
         method: `"probabilistic"`, `"block"` or `"strict"`, for chains.
-        engine: what SGLang is asked for.
+        engine: the state of SGLang.
     """
 
     def __init__(self, method: EngineMethod, engine: Engine) -> None:
@@ -172,7 +172,7 @@ class EagleSample:
         self.warm: set[torch.dtype] = set()
         self.warm_trees: set[torch.dtype] = set()
         self.requests: RequestState | None = None
-        """Of the last step: used again until requests come or go; with pipeline parallelism, in no other step."""
+        """The state of the last step, reused until requests come or go; never reused with pipeline parallelism."""
         self.checked: set[Hashable] = set()
 
     def __call__(
@@ -188,14 +188,15 @@ class EagleSample:
         watermark_full_mask: bool = True,
         **unknown: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Verify one step, with the arguments of SGLang's `eagle_sample`, which is `original`, and its results.
+        """Verify one step, with the arguments and results of SGLang's `eagle_sample`, given as `original`.
 
         Returns:
-            [batch * D] int32 the token that each row emits, 0 for rows that emit none; [batch] int32 number of tokens that
-            a request emits; [batch, max_tree_depth] int32 the rows that emit, in the order of the tokens, then -1.
+            [batch * D] int32, the token that each row emits, 0 for rows without a token; [batch] int32, the number of
+            emitted tokens of each request; [batch, max_tree_depth] int32, the rows that emit, in the order of the tokens,
+            then -1.
         """
         given = verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k
-        step, is_idle = Step(*given, watermark_state, unknown), batch.forward_mode.is_idle()
+        step, is_idle = StepInputs(*given, watermark_state, unknown), batch.forward_mode.is_idle()
         reason = None if is_idle else self.why_not(step)
         if reason is not None:
             self.fallbacks.add(reason, "SGLang verifies such a step, by its own rule")
@@ -214,9 +215,9 @@ class EagleSample:
             call = self.as_call(step)
             kind = *call, call["target_logits"].dtype, call["seeds"].dtype
             results = as_result(verify(self.verifier, call, kind, self.checked))
-        if not step.info.is_all_greedy or torch.version.hip:  # where ranks have other drafts, as SGLang says
+        if not step.info.is_all_greedy or torch.version.hip:  # SGLang allows ranks to have different drafts
             ranks = self.engine.ranks()
-            if ranks.world_size > 1:  # each draws the seeds that SGLang does not give
+            if ranks.world_size > 1:  # each rank draws the seeds that SGLang does not give
                 for result in results:
                     ranks.broadcast(result, src=0)
         return results
@@ -225,7 +226,7 @@ class EagleSample:
         """Return whether SGLang draws drafts, and the method needs their probabilities."""
         return self.verifier.method != "strict" and bool(self.engine.settings().speculative_use_rejection_sampling)
 
-    def why_not(self, step: Step) -> str | None:
+    def why_not(self, step: StepInputs) -> str | None:
         """Return the reason to leave a step to SGLang, or None."""
         settings = self.engine.settings()
         if reason := unknown_reason("arguments that", switched_on(step.unknown)):
@@ -246,7 +247,7 @@ class EagleSample:
             return "drawn drafts without probabilities of the target's vocabulary"
         return None
 
-    def as_call(self, step: Step) -> dict[str, Any]:
+    def as_call(self, step: StepInputs) -> dict[str, Any]:
         """Return the sampler's arguments for a chain of `verify_input.draft_token_num - 1` drafts per request."""
         num_rows, vocab, requests = step.verify_input.draft_token_num, step.logits.shape[-1], self.state_of(step)
         call = {
@@ -263,12 +264,12 @@ class EagleSample:
             call |= truncation(call, step.info)
         return call
 
-    def state_of(self, step: Step) -> RequestState:
-        """Return the state of a step's requests, made once for a batch: each operation delays the step on the host."""
+    def state_of(self, step: StepInputs) -> RequestState:
+        """Return the state of a step's requests, computed once for a batch: each operation delays the step on the host."""
         info = step.info
         given = info.temperatures, info.top_ks, info.sampling_seed
         if self.requests is None or any(old is not new for old, new in zip(self.requests.given, given)):
-            temperature = info.temperatures.view(-1) * (info.top_ks > 1)  # how SGLang says greedy
+            temperature = info.temperatures.view(-1) * (info.top_ks > 1)  # greedy in SGLang
             seeds = info.sampling_seed  # None unless SGLang's inference is deterministic
             if seeds is None:
                 seeds = draw_seeds(temperature.shape, temperature.device)
@@ -280,7 +281,7 @@ class EagleSample:
 
         Args:
             call: the sampler's arguments, without draft logits and truncation.
-            info: SGLang's sampling parameters, which truncate.
+            info: SGLang's sampling parameters, with truncation.
         """
         dtype = call["target_logits"].dtype
         if dtype in self.warm:
@@ -297,7 +298,7 @@ class EagleSample:
             calls.append(fullest)
         warm_up(self.verifier, [*calls, fullest | first_request(truncation(fullest, info))])
 
-    def as_tree_call(self, step: Step) -> dict[str, Any]:
+    def as_tree_call(self, step: StepInputs) -> dict[str, Any]:
         """Return the arguments of `RejectionSampler.tree` for `verify_input.draft_token_num` nodes per request."""
         drafts, vocab, requests = step.verify_input, step.logits.shape[-1], self.state_of(step)
         call = {
@@ -317,10 +318,11 @@ class EagleSample:
         return call | truncation(call, step.info) if requests.is_truncated else call
 
 
-def penalize(step: Step) -> None:
-    """Apply penalties and biases to logits in place, as SGLang's function does: the same to all rows of a request.
+def penalize(step: StepInputs) -> None:
+    """Apply penalties and biases to logits in place, as SGLang's function does: equally to all rows of a request.
 
-    The drafts of a step do not count as emitted: SGLang keeps no counts, but the terms and factors of each logit.
+    The drafts of a step do not count as emitted, because SGLang keeps no counts, only the terms and factors of each
+    logit.
     """
     info, rows = step.info, step.logits.view(-1, step.verify_input.draft_token_num, step.logits.shape[-1])
     if info.acc_additive_penalties is not None:
@@ -338,7 +340,7 @@ def first_request(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def truncation(call: dict[str, Any], info: Any) -> dict[str, Any]:
-    """Return all truncation arguments, even if one alone truncates: each selection would need kernels of its own."""
+    """Return all truncation arguments, even if only one truncates: each combination would need its own kernels."""
     result = {"top_k": info.top_ks, "top_p": info.top_ps, "min_p": info.min_ps}
     if "draft_logits" in call:  # the drafts were drawn from whole rows
         result["draft_sampling"] = Sampling(temperature=call["temperature"])
@@ -357,11 +359,11 @@ def drawn_from(draft_probs: Tensor, temperature: Tensor) -> dict[str, Tensor]:
 
 
 def as_result(output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an output as SGLang's `predict`, `accept_lens` and `accept_index`, by few operations."""
+    """Return an output as SGLang's `predict`, `accept_lens` and `accept_index`, in few operations."""
     token_ids = output.token_ids
     rows = first_integers(token_ids.numel(), token_ids.device).view_as(token_ids)
     predict, accept_index = (token_ids.new_empty(token_ids.shape, dtype=torch.int32) for _ in range(2))
-    torch.maximum(token_ids, rows[0, 0], out=predict)  # a 0 that is on the device
+    torch.maximum(token_ids, rows[0, 0], out=predict)  # a 0 on the device
     torch.bitwise_or(token_ids >> 63, rows, out=accept_index)  # shifted, -1 is -1 and others are 0; -1 | row is -1
     return predict.view(-1), output.num_tokens, accept_index
 
@@ -374,7 +376,7 @@ def warm_up_trees(call: dict[str, Any], info: Any) -> None:
 
     Args:
         call: the arguments of `RejectionSampler.tree`, without truncation.
-        info: SGLang's sampling parameters, which truncate.
+        info: SGLang's sampling parameters, with truncation.
     """
     backend = backends.choose("auto", call["target_logits"])
     if backend is eager:
@@ -385,7 +387,7 @@ def warm_up_trees(call: dict[str, Any], info: Any) -> None:
 
 
 def as_tree_result(output: TreeOutput, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an output as SGLang's `predict`, `accept_lens` and `accept_index`: each token at the row that it came from."""
+    """Return an output as SGLang's `predict`, `accept_lens` and `accept_index`, with each token at the row of its node."""
     path = nn.functional.pad(output.nodes, (1, 0))  # node 0 emits the first token
     first_row = num_nodes * first_integers(len(path), path.device)[:, None]
     accept_index = torch.where(path < 0, -1, first_row + path).to(torch.int32)

@@ -1,11 +1,11 @@
 """The Triton backend: fused kernels for NVIDIA GPUs.
 
-A step is two launches, read and emit; truncation and the three launches of `block` verification come between them, a report
-on rows after them. `read` reads the rows and leaves 8 bytes of statistics for each block of 1,024 logits; in a large batch
-it also decides, so as to read no row after a rejection. `emit` makes the decisions that are not made yet, draws the token of
-each request from the statistics and a few blocks, and writes the output.
+A step is two launches, read and emit. Truncation and the three launches of `block` verification come between them; the
+launch that lists likely tokens comes last. `read` reads the rows and stores 8 bytes of statistics for each block of 1,024
+logits. In a large batch it also decides, so that no row after a rejection is read. `emit` makes the remaining decisions,
+draws the token of each request from the statistics and a few blocks, and writes the output.
 
-| file | what is in it |
+| file | content |
 |---|---|
 | `call` | the values of a call, and its plan |
 | `methods` | each method's functions: decide while rows are read, decide, draw; its limit for large batches |
@@ -15,7 +15,7 @@ each request from the statistics and a few blocks, and writes the output.
 | `signature` | the types that a kernel is compiled for; symbols, whose values a call has |
 | `read`, `emit` | the two kernels of every step |
 | `request` | the values of a request: pointers to its rows, temperature, key, drafts, limits |
-| `vocabulary` | draft rows over a vocabulary of their own |
+| `vocabulary` | draft rows over their own vocabulary |
 | `rows` | pointers to rows, and loads |
 | `adjustments` | biases, penalties and masks, applied to target logits as they are loaded |
 | `row_adjustments` | pointers to a row's adjustments |
@@ -27,8 +27,8 @@ each request from the statistics and a few blocks, and writes the output.
 | `residual` | max(0, p - q): its weights, its block sums, the draw of a block from it |
 | `first_rejected`, `output` | the first rejected row of a request; the output |
 | `logprobs` | log-probabilities of emitted tokens |
-| `tree`, `siblings` | the walk of a tree of drafts, and the children of a node: launches of their own |
-| `report` | the likeliest tokens and the kept set of their rows: one launch more |
+| `tree`, `siblings` | the walk of a tree of drafts, and the children of a node: separate launches |
+| `top_logprobs` | the likeliest tokens and the kept set of the rows of emitted tokens: one more launch |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | each method's decision about a draft |
 | `philox` | random numbers |
 
@@ -48,10 +48,10 @@ each request from the statistics and a few blocks, and writes the output.
 | the rows and the slot of a request of a packed call | `request.locate` |
 | the differences of `strict` and `probabilistic` | the table in `methods`; then each method's `decide` |
 
-No program waits for another: what must come after everything else is done by the last program to finish, or by the next
-launch. So no kernel can hang. What is kept from one call to the next never changes: compiled code, plans, a schedule's
-rates. Calls on several streams, from several threads and in graphs share no memory that is written. Arithmetic is in
-float32 whatever the logits are.
+No program waits for another, so no kernel can hang: work that needs the results of all programs is done by the last
+program to finish, or by the next launch. Compiled code, plans and a schedule's rates are kept from one call to the next;
+they never change. Calls on several streams, from several threads and in graphs share no memory that is written.
+Arithmetic is in float32 for logits of any dtype.
 """
 
 from specdecode.kernels.call import sample_rows, verify, warm_up, why_not_verified

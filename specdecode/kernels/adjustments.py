@@ -1,14 +1,15 @@
-"""Adjustments in Triton: biases, penalties and masks, applied in float32 to whatever is loaded of a target row.
+"""Adjustments in Triton: biases, penalties and masks, applied in float32 to each target logit as it is loaded.
 
     bias: l + b        repetition: l / r if l > 0 else l r        then l - f n - g [n > 0]        not allowed: -inf
 
-Nothing is written. What it takes is loaded with the logits (`load_adjustments`) and applied when both are there
-(`adjusted`). A logit is read by several launches, and must be the same number in each: so every operation is rounded by
-itself (of a * b + c a compiler may round once or twice), and l / r is l times 1 / r, rounded before.
+No adjusted copy is written. Counts and masks are loaded with the logits (`load_adjustments`) and then applied
+(`adjusted`). Several launches read the same logit and must compute the same number, so every operation is rounded
+separately (a compiler may round a * b + c once or twice), and l / r is computed as l times the rounded 1 / r.
 
-Beside 2 bytes of a bfloat16 logit a penalised request reads 4 of its count, which the rows of a request share, and a bit of
-the prompt; a mask adds one bit. Where rows are read for their statistics, the request without penalties leaves by one branch
-(`may_change`), and so does a program whose tokens have no bias. Elsewhere no counts are loaded, and zeros change nothing.
+For each logit, 2 bytes in bfloat16, a penalised request also reads a count of 4 bytes, which the rows of a request share,
+and one bit of the prompt mask; an allowed mask adds one bit. Where rows are read for their statistics, one branch
+(`may_change`) skips the work for requests without penalties and for programs whose tokens have no bias. Elsewhere such
+requests load no counts, and the zeros in their place change nothing.
 """
 
 import triton
@@ -19,13 +20,13 @@ from specdecode.kernels.row_adjustments import load_drafts
 from specdecode.kernels.values import INFINITY, Loaded, Row, RowAdjustments, exists
 
 BIASES = tl.constexpr(32)
-"""Ids of biases that are looked at at once."""
+"""Bias ids that are compared at once."""
 MOST_COUNTED = tl.constexpr(adjustments.MOST_COUNTED)
 
 
 @triton.jit
 def span_of(token_ids, adjustments):
-    """Return the first and the last of some tokens, if adjustments need them."""
+    """Return the first and the last token id, if adjustments need them."""
     if exists(adjustments.biases) or exists(adjustments.penalties):
         if exists(token_ids.shape):
             flat = tl.ravel(token_ids)
@@ -38,7 +39,7 @@ def span_of(token_ids, adjustments):
 
 @triton.jit
 def load_masks(words_ptr, tokens, part: tl.constexpr, wanted):
-    """Return the words of a mask that the tokens of a part are in; of octets, the bytes: see `bits_of`."""
+    """Return the mask words of the tokens of a part, or the mask bytes if the tokens come in octets; see `bits_of`."""
     if exists(tokens.octets):  # a thread loads one byte for the eight tokens whose logits it has
         octets = tokens.octets[part]
         bytes_ptr = words_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
@@ -49,7 +50,7 @@ def load_masks(words_ptr, tokens, part: tl.constexpr, wanted):
 
 @triton.jit
 def bits_of(masks, tokens, part: tl.constexpr):
-    """Return whether the tokens of a part are in a mask."""
+    """Return the mask bits of the tokens of a part."""
     if exists(tokens.octets):
         bits = masks.to(tl.int32)[:, :, None] & (1 << tl.arange(0, 8))[None, None, :]
         return tl.reshape(bits, tokens.ids[part].shape) != 0
@@ -59,7 +60,7 @@ def bits_of(masks, tokens, part: tl.constexpr):
 
 @triton.jit
 def load_counts(counts_ptr, tokens, part: tl.constexpr, wanted):
-    """Return the output counts of the tokens of a part before the step; negative: 0."""
+    """Return the output counts before the step of the tokens of a part; negative counts become 0."""
     IN_OCTETS: tl.constexpr = exists(tokens.octets) and tokens.ids[part].shape[1] > 128
     if IN_OCTETS:  # a thread loads twice 16 bytes: the counts of the eight tokens whose logits it has
         quads = tokens.quads[part]
@@ -95,7 +96,7 @@ def in_span(token_ids, span):
 
 @triton.jit
 def biases_in(span, adjustments, start):
-    """Return whether the tokens of `BIASES` biases from an index on are in a span, as integers."""
+    """Return 1 for each of the `BIASES` biases from `start` on whose token is in a span, 0 for the others."""
     biases, places = adjustments.biases, start + tl.arange(0, BIASES)
     ids = tl.load(biases.ids_ptr + places, mask=places < biases.num_biases, other=-1)
     return in_span(ids, span)
@@ -122,7 +123,7 @@ def add_biases(parts, tokens, span, adjustments):
 
 @triton.jit
 def count_drafts(counts, tokens, span, drafts):
-    """Return counts with the drafts before the row."""
+    """Return the counts, increased by the drafts before the row."""
     lanes = tl.arange(0, drafts.shape[0])
     is_here = in_span(drafts, span)
     while tl.max(is_here, 0) > 0:
@@ -171,7 +172,7 @@ def penalized(parts, loaded, tokens, span, adjustments):
 
 @triton.jit
 def adjusted(parts, loaded, tokens, span, adjustments):
-    """Return float32 logits, adjusted, in parts, given what `load_adjustments` returns and the span of all tokens."""
+    """Return adjusted float32 logits, in parts, given the result of `load_adjustments` and the span of all tokens."""
     if exists(adjustments.biases):
         parts = add_biases(parts, tokens, span, adjustments)
     if exists(adjustments.penalties):
@@ -189,7 +190,7 @@ def adjusted(parts, loaded, tokens, span, adjustments):
 def may_change(adjustments, span):
     """Return whether adjustments may change logits of the tokens in a span."""
     if exists(adjustments.allowed):
-        # Not just True: without a branch the compiler has each part adjusted before the next is loaded.
+        # Not just True: without a branch the compiler adjusts each part before it loads the next.
         return span[0] <= span[1]
     else:
         changes = tl.full([], False, tl.int1)
@@ -203,7 +204,7 @@ def may_change(adjustments, span):
 
 @triton.jit
 def without_drafts(row):
-    """Return a row with adjustments, without the loaded ids of the drafts before it."""
+    """Return an adjusted row without the loaded ids of the drafts before it."""
     biases, penalties, allowed, before, _ = row.adjustments
     adjustments = RowAdjustments(biases, penalties, allowed, before, ())
     return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.draft_ids, adjustments)
@@ -211,9 +212,9 @@ def without_drafts(row):
 
 @triton.jit
 def with_drafts(row, sizes):
-    """Return such a row with it."""
-    # Not one function of a row and drafts: Triton 3.6 takes a call for another whose arguments have the same elements one
-    # after the other, whichever of their tuples these are in.
+    """Return an adjusted row with the loaded ids of the drafts before it."""
+    # Not one function of a row and drafts: Triton 3.6 names functions after the flat sequence of their arguments'
+    # elements, so two calls that differ in nesting alone would be confused.
     biases, penalties, allowed, before, _ = row.adjustments
     adjustments = RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes))
     return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.draft_ids, adjustments)
@@ -221,10 +222,10 @@ def with_drafts(row, sizes):
 
 @triton.jit
 def rarely(FUNCTION: tl.constexpr, row, arguments, sizes):
-    """Call a function that rarely runs, with a row, a tuple of other arguments, and sizes; return its result.
+    """Call a function that rarely runs with a row, a tuple of other arguments, and sizes; return its result.
 
-    It takes and returns numbers, no tensors: for rows with adjustments it is not inlined, because the time that Triton takes
-    to compile a function grows with the cube of its length.
+    The function takes and returns scalars only. For rows with adjustments it is not inlined: Triton's compile time grows
+    with the cube of a function's length.
     """
     if exists(row.adjustments):
         return apart(FUNCTION, without_drafts(row), arguments, sizes)
@@ -234,5 +235,5 @@ def rarely(FUNCTION: tl.constexpr, row, arguments, sizes):
 
 @triton.jit(noinline=True)
 def apart(FUNCTION: tl.constexpr, row, arguments, sizes):
-    """Call a function with an adjusted row, given without the drafts before it, which are a tensor; return its result."""
+    """Call a function with an adjusted row and return its result; the row is passed without its tensor of drafts."""
     return FUNCTION(with_drafts(row, sizes), *arguments, sizes)

@@ -1,19 +1,19 @@
 """The bundles that the host passes to kernels, with the shape and type of each field.
 
-Kernels are compiled for the value of a field in capitals. A pointer may be absent (None), for which they are compiled too.
+Kernels are compiled for the value of a field in capitals, and for absent pointers (None).
 `signature` derives each kernel's signature from the annotations here.
 """
 
 from typing import Annotated, Any, NamedTuple
 
-Pointer = Annotated[Any, "pointer"]  # to the dtype of the tensor that is passed
+Pointer = Annotated[Any, "pointer"]  # a pointer to the dtype of the tensor that is passed
 Int32 = Annotated[Any, "i32"]
 Int64 = Annotated[Any, "i64"]
 Float32 = Annotated[Any, "fp32"]
 Constant = Annotated[Any, "constexpr"]
-Stride = Annotated[Any, "stride"]  # int64, where 1 is a constant
-Count = Annotated[Any, "count"]  # int32, where 0 is a constant
-# Multiples of 16 wherever the bundle's ALIGNED holds: the compiler is told, so that a thread can load 16 bytes at once.
+Stride = Annotated[Any, "stride"]  # int64; kernels are compiled for the value 1
+Count = Annotated[Any, "count"]  # int32; kernels are compiled for the value 0
+# Multiples of 16 if the bundle's ALIGNED is set: the compiler may rely on it, so a thread can load 16 bytes at once.
 AlignedPointer = Annotated[Any, "pointer", "aligned"]
 AlignedInt32 = Annotated[Any, "i32", "aligned"]
 AlignedInt64 = Annotated[Any, "i64", "aligned"]
@@ -22,14 +22,17 @@ AlignedInt64 = Annotated[Any, "i64", "aligned"]
 class Rows(NamedTuple):
     """Logits rows: a request's row at an offset starts at `index * stride_request + offset * stride_offset`.
 
-    The index is the request's; in a packed call its first target row, and among draft rows its slot. See `request`.
+    The index is the request's own. In a packed call it is the request's first target row, or its slot for draft rows. See
+    `request`.
     """
 
     ptr: AlignedPointer  # [batch, rows, vocab_size] any float, in a packed call [num_rows, vocab_size]; None: there are none
     stride_request: AlignedInt64
     stride_offset: AlignedInt64
-    stride_token: Stride  # 1 where rows are dense
-    ALIGNED: Constant  # rows are dense, start at multiples of 16 bytes, and all sizes are multiples of 16 logits
+    stride_token: Stride  # 1 if rows are contiguous
+    ALIGNED: (
+        Constant  # rows are contiguous and start at multiples of 16 bytes; sizes and strides are multiples of 16 logits
+    )
 
 
 class DraftVocabulary(NamedTuple):
@@ -43,7 +46,7 @@ class DraftVocabulary(NamedTuple):
 class Packing(NamedTuple):
     """The rows and slots of the requests of a packed call; all None if the call is not packed."""
 
-    row_starts_ptr: Pointer  # [batch + 1] int32 or int64: a request's first row, which ends the rows of the one before
+    row_starts_ptr: Pointer  # [batch + 1] int32 or int64: a request's first row, where the previous request's rows end
     num_rows: Int64
     slots_ptr: Pointer  # [batch] int32 or int64, or None: the request itself
     num_slots: Int64
@@ -54,7 +57,7 @@ class Packing(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The draft tokens, and their inputs other than logits; in a packed call all but the tokens is by slot."""
+    """The draft tokens, and their inputs other than logits; in a packed call all tensors except the tokens are by slot."""
 
     ids_ptr: Pointer  # [batch, num_draft_tokens] int32 or int64, -1: no draft, or [num_rows]; None: no request has any
     stride_request: Int64
@@ -77,8 +80,10 @@ class Requests(NamedTuple):
     SEEDS_BY_REQUEST: Constant  # in a packed call, too
     first_seed: Int64
     positions_ptr: Pointer  # [batch] int64 absolute position of the token at offset 0, or None: 0; always by request
-    row_positions_ptr: Pointer  # [num_rows] int64 position of the token fed at a row, before the drawn one; or None
-    block_domain: Int32  # domains of the noise by which emitted tokens are drawn
+    row_positions_ptr: (
+        Pointer  # [num_rows] int64 position of the token fed at a row, one before the drawn token's; or None
+    )
+    block_domain: Int32  # noise domains of emitted tokens
     token_domain: Int32
 
 
@@ -96,7 +101,7 @@ class Limits(NamedTuple):
 class Adjustments(NamedTuple):
     """The adjustments of target rows: by request (at its slot), or one for all; None if absent."""
 
-    EXIST: Constant  # whether anything is
+    EXIST: Constant  # whether there are any adjustments
     repetition_ptr: Pointer  # [batch] any float, or None: `repetition` for all
     repetition: Float32  # None: there are no penalties
     frequency_ptr: Pointer
@@ -139,11 +144,11 @@ class Outputs(NamedTuple):
     invalid_ptr: Pointer  # [batch] bool
     logsumexp_ptr: Pointer  # [batch] float32 logsumexp(logits / temperature)
     cutoff_ptr: Pointer  # [batch] int64 the last token kept, -1 for all; None: rows are not truncated
-    logprobs_ptr: Pointer  # [batch, num_draft_tokens + 1] float32, NaN behind the last token; None: not asked for
+    logprobs_ptr: Pointer  # [batch, num_draft_tokens + 1] float32, NaN after the last token; None: not requested
 
 
-class Reporting(NamedTuple):
-    """The report on the rows of emitted tokens; None for lists that are not asked for."""
+class Lists(NamedTuple):
+    """The likely and kept tokens of the rows of emitted tokens; None for lists that are not requested."""
 
     top_ids_ptr: Pointer  # [batch, num_draft_tokens + 1, num_top] int64
     top_logprobs_ptr: Pointer  # [batch, num_draft_tokens + 1, num_top] float32
@@ -163,7 +168,7 @@ class Siblings(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Memory that lives as long as a call: what one launch leaves for the next."""
+    """Memory that lives as long as a call: the results that one launch passes to the next."""
 
     state_ptr: Pointer  # int32, see `first_rejected`; None without drafts
     statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `statistics`
@@ -175,7 +180,7 @@ class Workspace(NamedTuple):
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, see `residual`, or None
     raw_statistics_ptr: Pointer  # [target rows, num_blocks, 2] float32 statistics at temperature 1, or None
     draft_ids_ptr: Pointer  # [vocab_size] int32 the draft's id of each token, see `vocabulary`; None: the same ids
-    logprobs_ptr: Pointer  # the pointer of `Outputs`, where a decision stores its draft's, or None
+    logprobs_ptr: Pointer  # as in `Outputs`: a decision stores its draft's log-probability there; or None
 
 
 class Sizes(NamedTuple):
@@ -199,48 +204,48 @@ class Mapping(NamedTuple):
 class Policy(NamedTuple):
     """The functions of a method that a kernel calls."""
 
-    DECIDE: Constant  # decides about a row; None: every row is read, and decided later
-    DRAW: Constant  # draws the token after the accepted drafts; None: DECIDE has drawn it
+    DECIDE: Constant  # decides about a row's draft; None: every row is read, decisions come later
+    DRAW: Constant  # draws the token after the accepted drafts; None: DECIDE draws it
 
 
 class Reading(NamedTuple):
     """The config of the launch that reads: the division of its work."""
 
-    tiles: Int32  # a program reads BLOCKS blocks so many times
+    tiles: Int32  # the number of times that a program reads BLOCKS blocks
     chunks: Int32  # programs for each row
     BLOCKS: Constant
-    INTEGER_MAX: Constant  # maxima are computed on integers, which takes registers
-    KEEPS_RAW: Constant  # statistics at temperature 1 are stored where T is 1, too: rows are truncated
+    INTEGER_MAX: Constant  # compute maxima on integers: faster, but takes registers
+    KEEPS_RAW: Constant  # store raw statistics even where T is 1, because truncation replaces the others
     FLAT: Constant  # all programs lie along the grid's first dimension
     OVERLAPS: Constant  # the next launch may be set up while this one runs
-    ADMITS_LATE: Constant  # the next launch is admitted after a program's last loads of logits, not at its start
+    ADMITS_LATE: Constant  # admit the next launch after a program's last loads of logits, not at its start
 
 
 class Truncating(NamedTuple):
     """The config of a launch that truncates rows."""
 
-    OF_DRAFTS: Constant  # draft rows alone: they are read in another way than target rows
-    POSTED: Constant  # rows behind a rejection that was posted while reading were not read
+    OF_DRAFTS: Constant  # draft rows only: they are read differently from target rows
+    PUBLISHED: Constant  # rejections were published while reading: later rows were not read
     OVERLAPS: Constant
 
 
 class BlockDecision(NamedTuple):
     """The config of the launches of block verification that sum residuals or decide by them."""
 
-    BLOCKS: Constant  # so many are summed at once
+    BLOCKS: Constant  # blocks that are summed at once
     BLOCK_N: Constant  # logits of each that are loaded at once
-    SUMS: Constant  # block sums are wanted of residuals that a token may be drawn from, too, not only to decide
+    SUMS: Constant  # also keep the block sums of residuals that a token may be drawn from
     OVERLAPS: Constant
 
 
 class Searching(NamedTuple):
     """The config of the launch that emits: the search of blocks in the order of their bounds, and a program's part."""
 
-    TOP: Constant  # so many blocks are looked at first
-    BLOCKS: Constant  # then so many at once
+    TOP: Constant  # blocks that are searched first
+    BLOCKS: Constant  # blocks that each further iteration searches
     BLOCK_N: Constant  # logits of each that are loaded at once
-    PER_ROW: Constant  # a program for each row of a request decides about it; False: its first rejected row is known
-    POSTED: Constant  # rows behind a rejection that was posted while reading do not matter
+    PER_ROW: Constant  # a program for each row decides about its draft; False: first rejected rows are known
+    PUBLISHED: Constant  # rejections were published while reading: later rows do not matter
     DECIDES_BLOCK: Constant  # in block verification: the number of accepted drafts is decided first
-    SUMS: Constant  # block sums of the residual that the token is drawn from are in the workspace
+    SUMS: Constant  # the workspace has the block sums of the residual to draw from
     OVERLAPS: Constant

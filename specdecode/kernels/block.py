@@ -2,15 +2,15 @@
 
     c_{i+1} = min(1, c_i p(x_i) / q(x_i))    h_i = A_i / (A_i + 1 - c_i)    A_i = sum max(0, c_i p - q)
 
-The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So most i are decided without reading logits: i
-is rejected if eta_i > c_i, accepted if c_i = 1, accepted if it is the last and eta_i <= c_i; and A_i is known if p or q is a
-point mass. An i that is left *open* matters only above the largest accepted one.
+The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So most i are decided without reading logits:
+i is rejected if eta_i > c_i; it is accepted if c_i = 1, or if it is the last and eta_i <= c_i; and A_i is known if p or q
+is a point mass. An *open* (undecided) i matters only above the largest accepted one.
 
 1. `ratio_kernel`, a program for each draft: p(x) / q(x) from the statistics of both rows, and its row's `Residual`.
 2. `decide_kernel`, a program for each number of drafts: decides without reading, or lists the residual.
 3. `sum_kernel`: programs share the blocks of all listed residuals, 4 KB (bfloat16) a block for both rows.
-4. `decide_block`, at the start of the launch that emits: what is still open follows from the sums. The token after the
-   accepted drafts is drawn by `probabilistic.draw`.
+4. `decide_block`, at the start of the launch that emits: makes the open decisions from the sums. `probabilistic.draw`
+   then draws the token after the accepted drafts.
 """
 
 import triton
@@ -50,9 +50,9 @@ from specdecode.kernels.vocabulary import NO_ID
 
 LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED = (tl.constexpr(field) for field in range(7))
 LOG_C, LEAST, DECISION, TERMS = (tl.constexpr(field) for field in range(7, 11))
-"""What the workspace keeps at each offset i of a request: of its draft log p(x) / q(x); of its row the four fields of the
-`Residual`, log(sum of p) and `shared_logprob`; and of accepting the i drafts before it log c_i, the residual mass that takes
-at least, and the decision, as far as it takes no sum of blocks."""
+"""The fields of the workspace's terms at each offset i of a request. Of its draft: log p(x) / q(x). Of its row: the four
+fields of the `Residual`, log(sum of p), and `shared_logprob`. Of accepting the i drafts before it: log c_i, the least
+residual mass for accepting, and the decision if it needs no block sums."""
 
 REJECTED, OPEN, ACCEPTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.0)
 
@@ -146,7 +146,7 @@ def decide_without_reading(request, num_drafts, log_uniform, workspace, sizes):
 
 @triton.jit
 def undecided(decision, counts):
-    """Return the largest number of drafts that is accepted so far, and (int32) which numbers above it are open."""
+    """Return the largest number of drafts accepted so far, and 1 for each larger number that is open, else 0 (int32)."""
     accepted = tl.max(tl.where(decision == ACCEPTED, counts, 0), 0)
     return accepted, ((decision == OPEN) & (counts > accepted)).to(tl.int32)
 
@@ -173,7 +173,7 @@ def ratio_kernel(inputs, workspace, sizes, config):
 
 @triton.jit
 def decide_kernel(inputs, workspace, sizes, config):
-    """Decide about one number of drafts of a request, if that takes no sum of blocks; else list the residual for it."""
+    """Decide about one number of drafts of a request; if the decision needs block sums, list the residual."""
     request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     counts = tl.arange(0, sizes.MAX_DRAFTS)
@@ -190,7 +190,7 @@ def decide_kernel(inputs, workspace, sizes, config):
         tl.store(terms_ptr + DECISION, at(decisions, offset))
         if inputs.draft.ptr is not None:
             wanted = at(is_open, offset) == 1
-            if config.SUMS:  # from the row up to which all is accepted the token is drawn, if no more is
+            if config.SUMS:  # if nothing more is accepted, the token comes from this row
                 wanted |= (offset == accepted) & (offset < num_drafts) & (at(subtracted, offset) == ROW)
             if wanted:
                 list_residual(request, offset, workspace)
@@ -206,7 +206,7 @@ def load_residual(terms_ptr, log_c):
 
 @triton.jit
 def sum_kernel(inputs, workspace, sizes, config):
-    """Sum `BLOCKS` blocks of a listed residual, or of several in turn, if there are more than programs."""
+    """Sum `BLOCKS` blocks of a listed residual, or of several in turn if there are more residuals than programs."""
     admit_next_launch(config.OVERLAPS)
     await_launch(config.OVERLAPS)
     chunks = tl.cdiv(sizes.num_blocks, config.BLOCKS)
@@ -224,7 +224,7 @@ def sum_kernel(inputs, workspace, sizes, config):
 
 @triton.jit
 def decide_block(request, num_drafts, inputs, workspace, sizes):
-    """Return the number of accepted drafts of a request, and whether a row up to there has no finite logit."""
+    """Return the number of accepted drafts of a request, and whether a row up to that offset has no finite logit."""
     counts = tl.arange(0, sizes.MAX_DRAFTS)
     terms_ptr = terms_at(workspace, request, counts, sizes)
     decision = tl.load(terms_ptr + DECISION, mask=counts <= num_drafts, other=REJECTED)

@@ -1,10 +1,10 @@
-"""Searching a row's blocks in the order of their bounds, until those that are left cannot matter.
+"""Search a row's blocks in the order of their bounds, with early exit once the remaining blocks cannot matter.
 
-To know a block's score takes reading it in both rows; a bound on the score is known without reading. The bound and the
-index of the block are packed into one int32, a key: the block replaces the lowest bits of the bound, and the
-result counts as if these bits were all ones, so it remains an upper bound. So the blocks that come next are found by integer
-maxima. A search begins with the `TOP` largest keys of all, which is often enough. Then it continues with the largest key of
-each of `BLOCKS` columns. Of blocks with equal scores the lowest wins, in whatever order they were looked at: `ranked`.
+A block's score requires reading the block in both rows; an upper bound of the score does not. The bound and the block
+index are packed into one int32, a key: the index replaces the lowest bits of the bound. The key counts as if these bits
+were all ones, so it remains an upper bound. The next blocks are then found by integer maxima. A search begins with the
+`TOP` largest keys of all, which is often enough. Then it continues with the largest key of each of `BLOCKS` columns. Of
+blocks with equal scores the lowest index wins, whatever the order of the search: see `ranked`.
 """
 
 import triton
@@ -18,13 +18,13 @@ SLACK = tl.constexpr(2.0**-12)
 
 @triton.jit
 def residual_bounds(block_sums):
-    """Return upper bounds of the block sums of max(0, p - q), however they are rounded, given the block sums of p."""
+    """Return upper bounds of the block sums of max(0, p - q), rounding included, given the block sums of p."""
     return block_sums * (1 + SLACK) + 2.0**-110
 
 
 @triton.jit
 def with_blocks(bits):
-    """Return the bits of a float32 of each block, the lowest replaced by the block."""
+    """Return the bits of float32 values, [MAX_BLOCKS], with the lowest bits replaced by the block index."""
     MAX_BLOCKS: tl.constexpr = bits.shape[0]
     return (bits & -MAX_BLOCKS) | tl.arange(0, MAX_BLOCKS)
 
@@ -38,7 +38,7 @@ def keys_of(bounds, sizes):
 
 @triton.jit
 def blocks_of(keys, sizes):
-    """Return the blocks of some keys, one beyond the last for the key -1."""
+    """Return the blocks of keys; for the key -1, a block beyond the last."""
     return tl.where(keys >= 0, keys & (sizes.MAX_BLOCKS - 1), sizes.num_blocks)
 
 
@@ -50,7 +50,7 @@ def most_of(keys, sizes):
 
 @triton.jit
 def take_top(keys, config):
-    """Return the `TOP` largest keys, and the remaining ones in `BLOCKS` columns, with -1 instead of those."""
+    """Return the `TOP` largest keys, and all keys in `BLOCKS` columns with -1 in place of the taken ones."""
     entries = tl.arange(0, config.TOP)
     top = tl.full([config.TOP], -1, tl.int32)
     for entry in tl.static_range(config.TOP):
@@ -62,17 +62,17 @@ def take_top(keys, config):
 
 @triton.jit
 def ranked(scores, blocks):
-    """Return scores >= 0 as int64 with a block in the low bits: the largest is the first of equal scores."""
+    """Return scores >= 0 packed with their blocks into int64: of equal scores the first block has the largest value."""
     return (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (blocks ^ LAST_BLOCK)
 
 
 @triton.jit
 def score_of(best):
-    """Return the score of a `ranked` one, as the bits of a float32."""
+    """Return the score in a `ranked` value, as the bits of a float32."""
     return (best >> 32).to(tl.int32)
 
 
 @triton.jit
 def block_of(best):
-    """Return the block of a `ranked` score."""
+    """Return the block in a `ranked` value."""
     return ((best ^ LAST_BLOCK) & LAST_BLOCK).to(tl.int32)

@@ -16,9 +16,9 @@ from specdecode.kernels.arguments import (
     DraftVocabulary,
     Inputs,
     Limits,
+    Lists,
     Outputs,
     Packing,
-    Reporting,
     Requests,
     Rows,
     Sizes,
@@ -27,8 +27,8 @@ from specdecode.kernels.methods import Method
 from specdecode.kernels.signature import Symbol
 from specdecode.noise import BLOCK_SIZE
 
-# At least so many drafts of a request and blocks of a row (262,144 tokens) are handled at once, or the next power of two:
-# so all usual sizes compile the same kernels. But rows of at most 65,536 tokens have kernels of their own.
+# Kernels are compiled for at least this many drafts and blocks (262,144 tokens), or the next power of two, so that all
+# usual sizes share kernels. Rows of at most 65,536 tokens have separate kernels.
 MIN_DRAFTS, MIN_BLOCKS, FEW_BLOCKS = 32, 256, 64
 
 STRIDED_TENSORS = (
@@ -48,32 +48,32 @@ LIMITS = ("top_k", "top_p", "min_p", "draft_top_k", "draft_top_p", "draft_min_p"
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 STRIDED, DENSE, ALIGNED = "strided", "dense", "aligned"
-"""The layouts of logits rows: any; token beside token; and dense with starts that are multiples of 16 bytes, and a width and
-strides that are multiples of 16 logits."""
+"""The layouts of logits rows: any; contiguous tokens; and aligned, that is contiguous with starts at multiples of 16
+bytes, and a width and strides that are multiples of 16 logits."""
 
 
 class Structure(NamedTuple):
-    """Everything that the launches of a step and their kernels depend on: no size, no stride and no address."""
+    """The properties of a step that its launches and kernels depend on: no size, no stride and no address."""
 
     method: Method
     device: torch.device
-    names: tuple[str, ...]  # of the tensors of a call
-    dtypes: tuple[torch.dtype, ...]  # of these
+    names: tuple[str, ...]  # the names of a call's tensors
+    dtypes: tuple[torch.dtype, ...]  # their dtypes
     target: str  # layout of target rows
     draft: str | None  # layout of draft rows, if there are any
     vocab_ids_are_aligned: bool  # the ids of the draft's own vocabulary
     max_blocks: int
     max_drafts: int
     is_aligned: bool  # vocab_size is a multiple of 16
-    large: bool  # rows that do not matter are found early
-    many: bool  # blocks are searched as is best for many requests
+    large: bool  # decide early which rows need not be read
+    many: bool  # search blocks in the way that suits many requests
     truncates: bool  # rows are truncated
     logprobs: Logprobs | None
     seeds_by_request: bool  # a packed call has a seed for each request, not for each slot
     penalizes: bool  # target rows may have penalties
     counts_are_aligned: bool  # the counts of emitted tokens
-    width: int  # siblings that are drawn from each row; 0: one token
-    flat: bool  # there are more requests, or rows of a request, than a grid's second and third dimensions take
+    width: int  # number of siblings drawn from each row; 0: one token
+    flat: bool  # more requests, or rows of a request, than a grid's second and third dimensions can have
 
     @property
     def has_drafts(self) -> bool:
@@ -82,7 +82,7 @@ class Structure(NamedTuple):
 
     @property
     def decides_block(self) -> bool:
-        """Whether launches of their own decide about all drafts of a request, see `methods`."""
+        """Whether separate launches decide about all drafts of a request, see `methods`."""
         return self.has_drafts and self.method.decides_block
 
 
@@ -95,12 +95,12 @@ def layout_of(rows: Tensor) -> str:
 
 
 def at_least(least: int, size: int) -> int:
-    """Return the larger of a minimum and the next power of two of a size: kernels are compiled for it."""
+    """Return the next power of two of a size, but at least a minimum; kernels are compiled for the result."""
     return least if size <= least else triton.next_power_of_2(size)
 
 
 def class_of(num_draft_tokens: int, vocab_size: int) -> tuple[int, int, bool]:
-    """Return the constants that kernels are compiled for by size: MAX_BLOCKS, MAX_DRAFTS and ALIGNED."""
+    """Return the size constants of kernels: MAX_BLOCKS, MAX_DRAFTS and ALIGNED."""
     num_blocks = -(-vocab_size // BLOCK_SIZE)
     max_blocks = FEW_BLOCKS if num_blocks <= FEW_BLOCKS else at_least(MIN_BLOCKS, num_blocks)
     return max_blocks, at_least(MIN_DRAFTS, num_draft_tokens + 1), vocab_size % 16 == 0
@@ -114,7 +114,7 @@ def sizes_in(structure: Structure) -> Sizes:
 
 
 def definitions_in(structure: Structure) -> dict[str, str]:
-    """Return the expressions of the names that symbols use and calls lack."""
+    """Return the definitions, as expressions, of names that symbols use and that are not names of a call."""
     definitions = {
         "num_blocks": f"-(-vocab_size // {BLOCK_SIZE})",
         "target_rows": "batch * (num_draft_tokens + 1)",
@@ -166,7 +166,7 @@ def strided(symbols: Symbols, name: str, *dimensions: int, absent: int | None = 
 
 
 def each_or_all(symbols: Symbols, names: tuple[str, ...]) -> list[Any]:
-    """Return for each name the tensor of values by request, or None, and the value for all."""
+    """Return for each name the tensor of values by request, or None, and the single value for all requests."""
     return [symbol for name in names for symbol in (symbols.get(f"{name}_each"), Symbol(name))]
 
 
@@ -225,12 +225,12 @@ def outputs_in(structure: Structure) -> Outputs:
     return Outputs._make(map(symbols_in(structure).get, names))
 
 
-def reporting_in(structure: Structure, overlaps: bool) -> Reporting:
-    """Return the bundle of the report on the rows of emitted tokens."""
+def lists_in(structure: Structure, overlaps: bool) -> Lists:
+    """Return the bundle of the lists of likely and kept tokens."""
     get = symbols_in(structure).get
     num_top = None if get("top_token_ids") is None else Symbol("num_top")
     top = get("top_token_ids"), get("top_logprobs"), num_top
-    return Reporting._make([*top, *map(get, ("num_kept", "kept_token_ids", "kept_cutoff")), overlaps])
+    return Lists._make([*top, *map(get, ("num_kept", "kept_token_ids", "kept_cutoff")), overlaps])
 
 
 def empty_outputs(batch: VerificationBatch, requests: int, num_tokens: int) -> dict[str, Tensor]:
@@ -248,15 +248,15 @@ def empty_outputs(batch: VerificationBatch, requests: int, num_tokens: int) -> d
     return outputs
 
 
-def empty_report(batch: VerificationBatch, token_ids: Tensor) -> dict[str, Tensor]:
-    """Return the tensors that a report fills, by the names of `SamplerOutput`."""
-    report, shape, device = {}, token_ids.shape, token_ids.device
+def empty_lists(batch: VerificationBatch, token_ids: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of the likely and kept tokens, by the names of `SamplerOutput`."""
+    lists, shape, device = {}, token_ids.shape, token_ids.device
     if batch.top_logprobs > 0:
-        lists = *shape, batch.top_logprobs
-        report["top_token_ids"] = torch.empty(lists, dtype=torch.int64, device=device)
-        report["top_logprobs"] = torch.empty(lists, dtype=torch.float32, device=device)
+        top_shape = *shape, batch.top_logprobs
+        lists["top_token_ids"] = torch.empty(top_shape, dtype=torch.int64, device=device)
+        lists["top_logprobs"] = torch.empty(top_shape, dtype=torch.float32, device=device)
     if batch.kept_sets:
-        report["num_kept"] = torch.empty(shape, dtype=torch.int32, device=device)
-        report["kept_token_ids"] = torch.empty((*shape, MOST_KEPT), dtype=torch.int32, device=device)
-        report["kept_cutoff"] = torch.empty_like(token_ids)
-    return report
+        lists["num_kept"] = torch.empty(shape, dtype=torch.int32, device=device)
+        lists["kept_token_ids"] = torch.empty((*shape, MOST_KEPT), dtype=torch.int32, device=device)
+        lists["kept_cutoff"] = torch.empty_like(token_ids)
+    return lists

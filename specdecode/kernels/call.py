@@ -1,8 +1,8 @@
 """From a checked batch to a step: collect the values of a call, find or make its plan, run it.
 
-`verify` and `sample_rows` collect the tensors and numbers of a call by name. `run_step` adds those that both have, and runs
-the plan of the step's structure, which is made once for calls of all sizes. What happens inside the launches, and in which
-file, is in the two tables of `specdecode.kernels`.
+`verify` and `sample_rows` collect the tensors and numbers of a call by name. `run_step` adds the common ones and runs the
+plan of the step's structure, which is made once for calls of all sizes. The two tables of `specdecode.kernels` describe
+the launches and their files.
 """
 
 import functools
@@ -21,8 +21,8 @@ from specdecode.kernels.bundles import (
     PENALTIES,
     Structure,
     class_of,
+    empty_lists,
     empty_outputs,
-    empty_report,
     layout_of,
 )
 from specdecode.kernels.first_rejected import MOST_ROWS
@@ -70,20 +70,22 @@ def verify(
         name: one of the sampler's methods.
         batch: the checked arguments; `why_not_verified` returns None for them.
         schedule: for `"synthetic"`.
-        large: whether to find rows early that do not matter (in block verification: to sum only the residuals that decide);
-            None chooses by the number of rows that are read.
-        many: whether to search as is best for many requests in a small batch; None chooses by their number.
+        large: whether to decide early which rows need not be read (in block verification: to sum only residuals that a
+            decision needs). None: chosen by the number of rows.
+        many: whether to search blocks in the way that suits many requests, in a small batch. None: chosen by their number.
     """
-    if batch.kept_sets and batch.logprobs is None:  # then each row through the last token is truncated
+    if (
+        batch.kept_sets and batch.logprobs is None
+    ):  # with log-probabilities, every row through the last token is truncated
         with_logprobs = batch._replace(logprobs="processed")
         return verify(name, with_logprobs, schedule, large=large, many=many)._replace(logprobs=None)
     requests, num_draft_tokens = batch.num_requests, batch.num_draft_tokens
     method = method_of(name, num_draft_tokens, batch.draft_logits is not None)
     tensors = empty_outputs(batch, requests, num_draft_tokens + 1)
     output = SamplerOutput(*tensors.values())
-    if batch.reports:
-        report = empty_report(batch, output.token_ids)
-        tensors, output = tensors | report, output._replace(**report)
+    if batch.has_lists:
+        lists = empty_lists(batch, output.token_ids)
+        tensors, output = tensors | lists, output._replace(**lists)
     if requests == 0:
         return output
     numbers = {"batch": requests, "num_draft_tokens": num_draft_tokens}
@@ -98,7 +100,7 @@ def verify(
             rows = min(rows, batch.target_logits.shape[0])
         reads_both = "draft" in tensors and "draft_logsumexp" not in tensors
         large = rows + max(rows - requests, 0) * reads_both >= method.large_rows
-    # Row bits, by which a small batch shares its decisions, hold no more rows than this.
+    # The row bits of a small batch hold no more rows than this.
     large = num_draft_tokens > 0 and (large or (num_draft_tokens >= MOST_ROWS and not method.decides_block))
     if many is None:
         many = requests >= MANY_REQUESTS
@@ -108,7 +110,7 @@ def verify(
 
 
 def add_rows(method: Method, batch: VerificationBatch, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Add the rows that a verification reads, and the index of each request's rows."""
+    """Add the rows that a verification reads, and the indices of each request's rows."""
     tensors["target"], packing = batch.target_logits, batch.packing
     if packing is not None:
         numbers["num_slots"] = packing.num_slots
@@ -149,7 +151,7 @@ def run_step(
         logprobs, numbers["num_top"] = batch.logprobs, batch.top_logprobs
         seeds_by_request = batch.packing is not None and batch.packing.seeds_by_request
     vocab_ids, counts = tensors.get("draft_vocab_ids"), tensors.get("output_counts")
-    structure = (  # the fields of a `Structure`, in their order: to make one takes three times as long
+    structure = (  # the fields of a `Structure` in order: making the tuple itself takes three times as long
         method,
         target.device,
         tuple(tensors),
@@ -177,7 +179,7 @@ def add_requests(batch: RowBatch | VerificationBatch, tensors: dict[str, Tensor]
     numbers["temperature"], numbers["first_seed"] = 0.0, 0
     if isinstance(temperature, Tensor):
         tensors["temperatures"] = temperature.contiguous()
-    elif temperature > 0:  # only 0 is greedy, in float32 too
+    elif temperature > 0:  # only 0 is greedy: a positive number must not round to 0 in float32
         numbers["temperature"] = min(max(temperature, SMALLEST.value), LARGEST_TEMPERATURE.value)
     if isinstance(seeds, Tensor):
         tensors["seeds"] = seeds.contiguous()
@@ -201,7 +203,7 @@ def add_each_or_all(
     tensors: dict[str, Tensor],
     numbers: dict[str, Any],
 ) -> None:
-    """Add values that are tensors by request, or one number for all; None: the neutral number."""
+    """Add values that are tensors by request or one number for all requests; None means the neutral number."""
     for name, value, number in zip(names, values, neutral):
         numbers[name] = number
         if isinstance(value, Tensor):
@@ -230,7 +232,7 @@ def plan_of(fields: tuple[Any, ...]) -> Plan:
 
 
 def why_not_verified(name: str, batch: VerificationBatch) -> str | None:
-    """Return the error of `backend="triton"` for a batch that only the eager backend can verify, or None."""
+    """Return the reason why `backend="triton"` cannot verify a batch, or None."""
     if name not in METHODS:
         return f"backend: 'triton' has no kernels for method {name!r}; use 'eager' or 'auto'"
     if batch.num_draft_tokens == 0 or not batch.is_truncated:
@@ -247,7 +249,7 @@ def why_not_verified(name: str, batch: VerificationBatch) -> str | None:
 
 
 def are_surely_equal(a: Tensor | float, b: Tensor | float) -> bool:
-    """Return whether two arguments are known to have the same values without reading a tensor: they are the same memory."""
+    """Return whether two arguments surely have the same values: equal numbers, or tensors over the same memory."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         layouts = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (a, b)]
         return layouts[0] == layouts[1]
@@ -255,11 +257,11 @@ def are_surely_equal(a: Tensor | float, b: Tensor | float) -> bool:
 
 
 def warm_up(name: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
-    """Compile all kernels that steps with arguments like these launch, of as many drafts or fewer, whatever their sizes."""
+    """Compile all kernels of steps with arguments like these, for any sizes and for this many drafts or fewer."""
     batches = [batch]
     if batch.packing is None:  # in a packed call requests may have fewer drafts
         most = batch.draft_token_ids.shape[1]
-        # For sizes see `bundles.at_least`.
+        # `bundles.at_least` says which sizes share kernels.
         of_other_sizes = [2**i - 1 for i in range(MIN_DRAFTS.bit_length() - 1, most.bit_length())]
         batches = [with_fewer_drafts(batch, number) for number in {0, min(most, 1), *of_other_sizes, most}]
     ways = [{"large": False, "many": False}, {"large": False, "many": True}, {"large": True, "many": False}]

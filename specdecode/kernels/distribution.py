@@ -4,9 +4,9 @@
 
 A greedy row, or one with an infinite logit, is a point mass on the first largest logit.
 
-A NaN in a row counts as -inf, and is dealt with here: reading does not look for it, but the statistics of its block are not
-finite then, and `recompute_nonfinite` computes them again from the logits. (Where logits are read once more to draw a token,
-`rows.load_logits` makes -inf of it.)
+A NaN counts as -inf, and is handled here: the launch that reads does not test for NaN, but a NaN makes the statistics of
+its block non-finite, and `recompute_nonfinite` computes them again from the logits. (Where logits are read once more to
+draw a token, `rows.load_logits` replaces NaN by -inf.)
 """
 
 import triton
@@ -28,7 +28,7 @@ from specdecode.kernels.values import INFINITY, Distribution
 
 @triton.jit
 def relative_sums(row_max, statistics, temperature):
-    """Return block sums relative to the row's maximum, given those relative to the blocks' own."""
+    """Return block sums relative to the row's maximum, given sums relative to each block's own maximum."""
     block_max, sumexp = statistics
     return tl.where(sumexp != 0, sumexp * tl.exp(scaled(block_max, row_max, temperature)), 0.0)
 
@@ -58,7 +58,7 @@ def target_distribution(context, inputs, workspace, sizes):
 
 @triton.jit
 def combine_both(statistics, draft_statistics, row, draft_row, has_draft, temperature, sizes):
-    """Return the distributions of two rows in the time of one; without a draft the second is of no use."""
+    """Return the distributions of a target and a draft row in the time of one; without a draft the second is undefined."""
     row_max, draft_max = tl.reduce((statistics[0], draft_statistics[0]), 0, larger_of_both)
     block_sums = relative_sums(row_max, statistics, temperature)
     draft_sums = relative_sums(draft_max, draft_statistics, temperature)
@@ -74,19 +74,19 @@ def combine_both(statistics, draft_statistics, row, draft_row, has_draft, temper
 
 @triton.jit
 def larger_of_both(a, b, c, d):
-    """Return the larger of two numbers, twice."""
+    """Return (max(a, c), max(b, d)), for a reduction of two vectors at once."""
     return tl.maximum(a, c), tl.maximum(b, d)
 
 
 @triton.jit
 def add_both(a, b, c, d):
-    """Return two sums."""
+    """Return (a + c, b + d), for a reduction of two vectors at once."""
     return a + c, b + d
 
 
 @triton.jit
 def sum_both_in_order(weights, others):
-    """Return the sums of two vectors of a size, each in the order of `sum_in_order`, in the time of one."""
+    """Return the sums of two vectors of equal size, each in the order of `sum_in_order`, in the time of one."""
     SIZE: tl.constexpr = weights.shape[0]
     for level in tl.static_range(20):
         if SIZE >> level > 1:
@@ -97,9 +97,10 @@ def sum_both_in_order(weights, others):
 
 @triton.jit
 def is_finite(p):
-    """Return whether the statistics are enough: not if the row is greedy, or has a NaN or an infinity that matters.
+    """Return whether the statistics give the distribution: not if the row is greedy, or a NaN or an infinity matters.
 
-    A finite largest logit adds 1 to the sum. The sum of a greedy row is 0, and of a row of -inf; NaN or +inf make it NaN.
+    A finite largest logit adds 1 to the sum. The sum of a greedy row, and of a row of -inf, is 0; NaN or +inf make it
+    NaN.
     """
     return p.sumexp > 0.5  # not if it is NaN
 
@@ -112,7 +113,7 @@ def combine_again(statistics, row, temperature, sizes):
 
 @triton.jit
 def combine_recomputed(statistics, row, temperature, sizes):
-    """Return the distribution of a row, given statistics that are finite but for infinite logits."""
+    """Return the distribution of a row, given statistics that are finite except for infinite logits."""
     row_max = tl.max(statistics[0], 0)
     if (temperature > 0) & (tl.abs(row_max) < INFINITY):
         block_sums = relative_sums(row_max, statistics, temperature)
@@ -148,8 +149,8 @@ def recompute_nonfinite(statistics, row, temperature, sizes):
 @triton.jit
 def recompute_block(row, block, scale):
     """Return the statistics of a block, NaN logits counting as -inf."""
-    # In the order of `block_statistics`, so that NaN and -inf give the same bits; but in a loop: this rarely runs, and code
-    # that does not run should at least be short.
+    # Summed in the order of `block_statistics`, so that NaN and -inf give the same bits; in a loop, because code that
+    # rarely runs should be short.
     BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
     this = block + tl.arange(0, 1)
     maxima = tl.full([1, BLOCK_N], -INFINITY, tl.float32)
@@ -168,9 +169,9 @@ def recompute_block(row, block, scale):
 def logprob(logit, token, normalizer, temperature):
     """Return the log-probability of a token, given its logit."""
     row_max, log_sum, point_mass_token = normalizer
-    if_one_hot = tl.where(token == point_mass_token, 0.0, -INFINITY)
+    if_point_mass = tl.where(token == point_mass_token, 0.0, -INFINITY)
     return tl.where(
         point_mass_token < 0,
         scaled(logit, tl.where(point_mass_token < 0, row_max, 0.0), temperature) - log_sum,
-        if_one_hot,
+        if_point_mass,
     )

@@ -1,12 +1,12 @@
 """The launch that emits: from the statistics of all rows to tokens.
 
-In a small batch, and in any batch with truncated rows, a program has one row: it decides about its draft, draws the token
-that is emitted if this is the request's first rejected row, and adds its row bits; by these `first_rejected` chooses the
-program that writes the request's output. In a large batch, where first rejected rows are known from reading, and in block
-verification, a program has one request.
+In a small batch, and in any batch with truncated rows, a program has one row. It decides about the row's draft, draws the
+token to emit in case this is the request's first rejected row, and adds its row bits; from these bits `first_rejected`
+chooses the program that writes the request's output. In block verification, and in a large batch, where the first
+rejected rows are already known, a program has one request.
 
-A program reads the statistics of one or two rows, 8 bytes for each block of 1,024, and a few blocks of logits again; it
-writes 8 bytes of token.
+A program reads the statistics of one or two rows, 8 bytes for each block of 1,024, and a few blocks of logits again. It
+writes 8 bytes for each token.
 """
 
 import triton
@@ -56,7 +56,7 @@ def emit_sample(context, inputs, outputs, workspace, sizes, config):
 
 @triton.jit
 def emit_row(context, inputs, outputs, workspace, sizes, config, policy):
-    """Decide about one row; draw the token that is emitted if it is the first rejected one."""
+    """Decide about one row's draft; draw the token to emit in case the row is the first rejected one."""
     IS_DRAWN: tl.constexpr = policy.DRAW is None
     ASKED: tl.constexpr = outputs.logprobs_ptr is not None
     request, offset = context.request, context.offset
@@ -64,21 +64,21 @@ def emit_row(context, inputs, outputs, workspace, sizes, config, policy):
     noise = noise_at(context, inputs.requests, sizes)
     counted = count_drafts(inputs.drafts, request, sizes)
     await_launch(config.OVERLAPS)
-    bits_ptr = state_of_bits(workspace.state_ptr, sizes, config.POSTED)
+    bits_ptr = state_of_bits(workspace.state_ptr, sizes, config.PUBLISHED)
     rejected, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
     bits = tl.full([], 0, tl.int64)
     last = counted[0]
     matters = offset <= last
-    if config.POSTED:
+    if config.PUBLISHED:
         last = tl.minimum(last, load_first_rejected(workspace.state_ptr, request, sizes))
         if not ASKED:  # log-probabilities are after truncation
             matters &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
         matters &= offset <= last
     if matters:
-        raw = load_raw_statistics(context, inputs, workspace, sizes)  # in flight while it is decided
+        raw = load_raw_statistics(context, inputs, workspace, sizes)  # in flight during the decision
         accepted, normalizer, source = policy.DECIDE(context, noise, inputs, workspace, sizes)
         rejected, is_empty = accepted == 0, normalizer.row_max == -INFINITY
-        if config.POSTED:
+        if config.PUBLISHED:
             rejected |= offset == last
         logprob = 0.0
         if ASKED:
@@ -89,7 +89,7 @@ def emit_row(context, inputs, outputs, workspace, sizes, config, policy):
                     logprob = logprob_asked(context, source, asked, inputs, workspace, sizes)
                 store_token(outputs, context, source, logprob, sizes)
             else:
-                add_row_bits(bits_ptr, context, rejected, is_empty, IS_DRAWN)  # whose result is not waited for
+                add_row_bits(bits_ptr, context, rejected, is_empty, IS_DRAWN)  # nothing waits for its result
                 token = policy.DRAW(context, noise, source, inputs, workspace, sizes, config)
                 if ASKED:
                     logprob = logprob_asked(context, token, asked, inputs, workspace, sizes)
@@ -115,7 +115,7 @@ def emit_request(context, inputs, outputs, workspace, sizes, config, policy):
     first_rejected, is_empty = find_first_rejected(request, counted[0], inputs, workspace, sizes, config)
     context = with_draft(context, first_rejected, draft_at(counted, inputs.drafts, request, first_rejected, sizes))
     noise = noise_at(context, inputs.requests, sizes)
-    raw = load_raw_statistics(context, inputs, workspace, sizes)  # in flight while the row is looked at
+    raw = load_raw_statistics(context, inputs, workspace, sizes)  # in flight while the first rejected row is found
     # Acceptance is known: only the normalizer and the source are used.
     _, normalizer, source = policy.DECIDE(context, noise, inputs, workspace, sizes)
     token = source

@@ -1,19 +1,20 @@
-"""The first rejected row of a request, in Triton; its output follows from that.
+"""The first rejected row of a request, in Triton, which determines the request's output.
 
-That is its first row whose draft is not accepted, or the row after its last draft: its last token is drawn from this row.
-Programs find out in any order, and share it in one of two ways.
+It is the first row whose draft is not accepted, or the row after the last draft. The request's last token is drawn from
+it. Programs decide in any order, and share their decisions in one of two ways.
 
-*First rejections*, where one launch decides and a later one emits: a program posts its offset by an atomic maximum of
+*First rejections*, where one launch decides and a later one emits: a program publishes its offset by an atomic maximum of
 `num_draft_tokens - offset` on memory that starts as zeros, so the first one remains. The first target row without a finite
-logit is posted in the same way; the result is `invalid` if it is not behind the first rejected row.
+logit is published in the same way; the result is `invalid` if it is not behind the first rejected row.
 
 *Row bits*, where one launch decides and emits: a program adds 1, its row's rejected bit and its row's empty bit to one
-64-bit number. A token that the decision has drawn is written before, and the last program to add its bits writes the rest.
-If the token is drawn afterwards, the bits of all rows are usually complete by then, and the program of the first rejected
-row writes everything: no program waits for the writes of another to be seen. If they are not complete, it writes its token
-early, sets the EARLY bit and exits, and the programs that complete the bits write the rest. (Always early: 2 to 8 % slower
-for 1 to 32 requests of `probabilistic`.) Log-probabilities of accepted drafts are written before their rows' bits are added,
-and published with them, because those behind the first rejected row are then replaced by NaN.
+64-bit number. If the decision itself draws the token, the token is written before the bits are added, and the last
+program to add its bits writes the rest. If the token is drawn after the decision, the bits of all rows are usually
+complete by then, and the program of the first rejected row writes everything without waiting for another program's
+writes. If the bits are not complete, this program writes its token early, sets the EARLY bit and exits, and the programs
+that complete the bits write the rest. (To write early always is 2 to 8 % slower for 1 to 32 requests of `probabilistic`.)
+Log-probabilities of accepted drafts are written before the bits are added and published with them, because the program
+that finishes replaces the ones after the first rejected row by NaN.
 """
 
 import triton
@@ -23,9 +24,9 @@ from specdecode.kernels.rows import row_index
 
 FIRST_REJECTED, EMPTY, FIELDS = (tl.constexpr(field) for field in range(3))
 SURELY_ACCEPTED = tl.constexpr(-1)
-"""A request's state: its first rejected row, its first empty row. Behind the states of all requests comes one counter per
-row: programs finished, or SURELY_ACCEPTED; and each request's row bits, if rows are truncated after first rejections were
-posted. In block verification one number is kept instead, see `residual.NUM_LISTED`."""
+"""A request's state: its first rejected row and its first empty row. After the states of all requests comes one counter
+per row (programs finished, or SURELY_ACCEPTED), and, if rows are truncated after first rejections were published, the row
+bits of each request. Block verification keeps one number instead, see `residual.NUM_LISTED`."""
 
 MOST_ROWS = 28
 COUNT_BITS, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
@@ -41,40 +42,40 @@ def clear_state(state_ptr, request):
 
 
 @triton.jit
-def post_rejection(state_ptr, request, offset, sizes):
-    """Post that the row at an offset is rejected."""
+def publish_rejection(state_ptr, request, offset, sizes):
+    """Publish that the row at an offset is rejected."""
     tl.atomic_max(state_ptr + request.index * FIELDS + FIRST_REJECTED, sizes.num_draft_tokens - offset, sem="relaxed")
 
 
 @triton.jit
-def post_empty(state_ptr, request, offset, sizes):
-    """Post that the target row at an offset has no finite logit."""
+def publish_empty(state_ptr, request, offset, sizes):
+    """Publish that the target row at an offset has no finite logit."""
     tl.atomic_max(state_ptr + request.index * FIELDS + EMPTY, sizes.num_draft_tokens + 1 - offset, sem="relaxed")
 
 
 @triton.jit
 def peek_first_rejected(state_ptr, request, sizes):
-    """Return the first rejected row posted so far, while others may be posting: never less than the final one."""
+    """Return the first rejected row published so far, which is never before the final one."""
     # An atomic is executed by one thread for all: plain loads could give the program's warps different answers.
     return sizes.num_draft_tokens - tl.atomic_max(state_ptr + request.index * FIELDS + FIRST_REJECTED, 0, sem="relaxed")
 
 
 @triton.jit
 def load_first_rejected(state_ptr, request, sizes):
-    """Return the offset of a request's first rejected row, when all are posted."""
+    """Return the offset of a request's first rejected row, once all rejections are published."""
     return sizes.num_draft_tokens - tl.load(state_ptr + request.index * FIELDS + FIRST_REJECTED)
 
 
 @triton.jit
 def load_empty(state_ptr, request, sizes):
-    """Return the offset of a request's first target row without a finite logit, when all are posted."""
+    """Return the offset of a request's first target row without a finite logit, once all such rows are published."""
     return sizes.num_draft_tokens + 1 - tl.load(state_ptr + request.index * FIELDS + EMPTY)
 
 
 @triton.jit
 def is_last(count_ptr, programs):
-    """Count this program in; return whether it is the last one, which sees what all others have written."""
-    tl.debug_barrier()  # all threads have written, before one of them counts the program in
+    """Count this program; return whether it is the last one, which sees everything that the others have written."""
+    tl.debug_barrier()  # all threads must have written before one of them counts the program
     return tl.atomic_add(count_ptr, 1, sem="acq_rel") == programs - 1
 
 
@@ -85,21 +86,21 @@ def row_finished_ptr(state_ptr, request, offset, sizes):
 
 
 @triton.jit
-def post_acceptance(state_ptr, context, sizes):
-    """Post that a draft is accepted whatever truncation leaves of its rows, when all programs have finished with these."""
+def publish_acceptance(state_ptr, context, sizes):
+    """Publish that a draft is accepted for any truncation of its rows, which all programs have finished."""
     tl.store(row_finished_ptr(state_ptr, context.request, context.offset, sizes), SURELY_ACCEPTED)
 
 
 @triton.jit
 def is_surely_accepted(state_ptr, request, offset, sizes):
-    """Return whether a row's draft was posted as surely accepted."""
+    """Return whether a row's draft was published as surely accepted."""
     return tl.load(row_finished_ptr(state_ptr, request, offset, sizes)) == SURELY_ACCEPTED
 
 
 @triton.jit
-def state_of_bits(state_ptr, sizes, POSTED: tl.constexpr):
-    """Return a pointer to the requests' row bits: behind all else, at an even index, if first rejections were posted."""
-    if POSTED:
+def state_of_bits(state_ptr, sizes, PUBLISHED: tl.constexpr):
+    """Return a pointer to the row bits: after all counters, at an even index, if first rejections were published."""
+    if PUBLISHED:
         length = sizes.batch.to(tl.int64) * (FIELDS + sizes.num_draft_tokens + 1)
         state_ptr += length + length % 2
     return state_ptr
@@ -113,14 +114,14 @@ def bits_at(state_ptr, request):
 
 @triton.jit
 def add_row_bits(state_ptr, context, rejected, is_empty, PUBLISHES: tl.constexpr):
-    """Add the bits of one row: whether it is rejected, and whether it has no finite logit; return the bits of all rows.
+    """Add the bits of one row (rejected; no finite logit) and return the bits of all rows.
 
-    The token or log-probability that is written of the row already is published with them.
+    A token or log-probability of the row that has been written is published with the bits.
     """
     rejected_bit, empty_bit = rejected.to(tl.int64) << REJECTED_BITS, is_empty.to(tl.int64) << EMPTY_BITS
     bits = 1 + ((rejected_bit + empty_bit) << context.offset)
     if PUBLISHES:
-        tl.debug_barrier()  # all threads have written, before one of them publishes that
+        tl.debug_barrier()  # all threads must have written before one of them publishes
     return bits + tl.atomic_add(bits_at(state_ptr, context.request), bits, sem="acq_rel" if PUBLISHES else "relaxed")
 
 
@@ -143,7 +144,7 @@ def is_to_finish(state_ptr, context, bits, sizes, IS_DRAWN: tl.constexpr):
     """Return whether a program writes the output, given the row bits that it saw last.
 
     The program of the first rejected row does. If a token was written early, every program that saw all bits does: they
-    write the same, over tokens that turned out to be of no use.
+    write the same values, and overwrite tokens that are not emitted.
     """
     finishes = are_complete(bits, sizes)
     if not IS_DRAWN:

@@ -1,7 +1,7 @@
 """Greedy in Triton: the first largest raw logit, no softmax.
 
-The block that holds it is known from the maxima of all blocks, and is the only one read again: 2 KB of bfloat16. A tie goes
-to the first block that has the maximum, and to its first token that has it.
+The block with the maximum is known from the statistics, and only that block is read again: 2 KB of bfloat16. A tie goes
+to the first block with the maximum, and to its first token with the maximum.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """Launching: kernels are compiled once per signature, and prepared launches overlap where the GPU can do that.
 
-A plain Triton launch looks at every argument to find the compiled kernel, which takes longer than a small kernel runs. Here
-the signature is stated once, from the bundles of a plan. A call only fills in the values of their symbols: addresses and
-numbers, sizes included.
+A plain Triton launch inspects every argument to find the compiled kernel, which takes longer than a small kernel runs.
+Here the signature is derived once, from the bundles of a plan. A call only fills in the values of their symbols:
+addresses and numbers, sizes included.
 """
 
 import concurrent.futures
@@ -24,14 +24,14 @@ from specdecode.kernels.signature import Signature, Symbol, with_values
 
 @triton.jit
 def admit_next_launch(OVERLAPS: tl.constexpr):
-    """Let the next launch be set up once all programs have come here; it waits by `await_launch` before it reads."""
+    """Let the next launch start once all programs have reached this point; it calls `await_launch` before it reads."""
     if OVERLAPS:
         gdc_launch_dependents()
 
 
 @triton.jit
 def await_launch(OVERLAPS: tl.constexpr):
-    """Wait until the launch before has ended and all that it wrote can be seen."""
+    """Wait until the previous launch has ended and its writes are visible."""
     if OVERLAPS:
         gdc_wait()
 
@@ -43,7 +43,7 @@ def is_interpreted() -> bool:
 
 @functools.cache
 def can_overlap(device: torch.device) -> bool:
-    """Return whether launches on a device may overlap: that takes compute capability 9.0."""
+    """Return whether launches on a device may overlap, which requires compute capability 9.0."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -51,17 +51,17 @@ HERE = contextlib.nullcontext()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a tensor's device the current one, which is where kernels are launched."""
-    if device.index is None or device.index == torch.cuda.current_device():  # a host has no index
+    """Make a tensor's device the current device, on which kernels are launched."""
+    if device.index is None or device.index == torch.cuda.current_device():  # the CPU has no index
         return HERE
     return torch.cuda.device(device)
 
 
 def hash_callees_first(function: object) -> None:
-    """Have Triton hash a kernel after all that it calls, by which it finds compiled code on disk.
+    """Make Triton hash a kernel after all functions that it calls; the hash is the key of its disk cache.
 
-    Left to itself, Triton takes into a kernel's hash the constants of those callees alone that are hashed already: what one
-    process has compiled, another that calls kernels in a different order compiles again.
+    By default, a kernel's hash includes the constants of only those callees that are already hashed. So a process that
+    calls kernels in another order would compile them again.
     """
     if isinstance(function, triton.JITFunction) and function.hash is None:
         for name in function.fn.__code__.co_names:
@@ -72,14 +72,14 @@ def hash_callees_first(function: object) -> None:
 
 
 class Source(ASTSource):  # type: ignore[misc]
-    """A source for Triton's compiler; sources are read one after the other.
+    """A source for Triton's compiler. Sources are parsed one after the other.
 
-    Python runs one thread at a time. If all sources were read at once, all would be ready when the last is; so the first is
-    compiled while the next is read.
+    Python runs one thread at a time. If all sources were parsed at once, all would be ready only when the last is; with a
+    lock, the first is compiled while the next is parsed.
     """
 
     def make_ir(self, *args: Any, **kwargs: Any) -> Any:
-        """Read the source under a lock; other stages of the compiler run concurrently."""
+        """Parse the source under a lock; other stages of the compiler run concurrently."""
         with _reading:
             return super().make_ir(*args, **kwargs)
 
@@ -98,7 +98,7 @@ class Launch(NamedTuple):
     def key(self, device: torch.device) -> tuple[object, ...]:
         """Return the cache key of its compiled kernel."""
         signature = Signature(self.kernel.arg_names, self.bundles)
-        with _hashing:  # before `Signature.key`, which hashes the kernel; alone: a hash half done looks like one done
+        with _hashing:  # before `Signature.key`, which hashes the kernel; locked: a half-computed hash looks complete
             for function in (self.kernel, *signature.constants.values()):  # a constant may be a called function
                 hash_callees_first(function)
             return device, self.kernel, *self.options.items(), *signature.key()
@@ -111,7 +111,7 @@ class Launch(NamedTuple):
     def compile(self, device: torch.device) -> Any:
         """Compile its kernel and load it, if that has not been done for the same signature."""
         key = self.key(device)
-        with _compiling.setdefault(key, threading.Lock()):  # by one thread, for which others wait
+        with _compiling.setdefault(key, threading.Lock()):  # one thread compiles, the others wait
             if key not in _variants:
                 signature = Signature(self.kernel.arg_names, self.bundles)
                 source = Source(self.kernel, signature.types, signature.constants, signature.attributes)
@@ -124,32 +124,31 @@ class Launch(NamedTuple):
 
 _hashing = threading.Lock()
 _compiling: dict[tuple[object, ...], threading.Lock] = {}
-"""One for each compiled kernel, so that no two threads compile the same."""
+"""One lock for each compiled kernel, so that no two threads compile the same one."""
 
 _variants: dict[tuple[object, ...], Any] = {}
-"""Compiled kernels by all that they depend on."""
+"""Compiled kernels by their cache key."""
 
 
 def compile_all(launches: Sequence[Launch], device: torch.device) -> list[Any]:
-    """Compile launches, each by a thread, in their order: it takes as long as the slowest."""
+    """Compile launches concurrently, started in order: this takes as long as the slowest."""
     with concurrent.futures.ThreadPoolExecutor(max(1, len(launches))) as threads:
         return list(threads.map(lambda launch: launch.compile(device), launches))
 
 
 class Share(NamedTuple):
-    """The part that this process compiles, of kernels that several processes with one cache need."""
+    """The share of the compilation of this process, among several processes with one cache."""
 
     rank: int = 0
     ranks: int = 1
     barrier: Callable[[], object] = lambda: None
-    """Waits until all of them have come to it."""
+    """Waits until all processes have reached it."""
 
 
 def compile_ahead(calls: Sequence[Callable[[], object]], share: Share = Share()) -> None:  # noqa: B008 (it is constant)
-    """Make calls one after the other; the kernels of all of them are compiled before, in parallel.
+    """Make calls one after the other, after compiling the kernels of all of them in parallel.
 
-    Kernels with more arguments, which do more with them, mostly take longer: they come first, and are divided among all
-    processes.
+    Kernels with more arguments mostly take longer to compile: they come first, and are divided among all processes.
     """
     if not hasattr(_collected, "plans") and not is_interpreted():
         plans = _collected.plans = list[Any]()
@@ -169,7 +168,7 @@ def compile_ahead(calls: Sequence[Callable[[], object]], share: Share = Share())
 
 
 def is_collected(plan: Any) -> bool:
-    """Return whether a plan is collected, and not to be run."""
+    """Return whether a plan is only collected, not run."""
     plans = getattr(_collected, "plans", None)
     if plans is not None:
         plans.append(plan)
@@ -177,7 +176,7 @@ def is_collected(plan: Any) -> bool:
 
 
 _collected = threading.local()
-"""While it has `plans`, this thread's plans are appended; nothing is launched."""
+"""While `plans` is set, this thread's plans are appended to it and nothing is launched."""
 
 
 class Part(NamedTuple):
@@ -188,16 +187,16 @@ class Part(NamedTuple):
 
 
 class Plan:
-    """The launches of all calls that differ in addresses and numbers alone, sizes among them.
+    """The launches of all calls that differ only in addresses and numbers, including sizes.
 
-    A plan holds no tensor and no size, only expressions. In the first call they become one Python function, `fill`, that
-    returns the grids and arguments of all launches: to walk the bundles in each call would take longer than the launches.
+    A plan holds no tensor and no size, only expressions. The first call turns them into one Python function, `fill`, that
+    returns the grids and arguments of all launches: walking the bundles in each call would take longer than the launches.
 
     Args:
         device: of all tensors.
         definitions: expressions of names that symbols use, beside the names of a call's tensors and numbers.
-        parts: of the workspace, by name. It is one allocation: each takes time.
-        zeros: the expression of the number of 32-bit words of the workspace, from the first on, that start as zeros.
+        parts: of the workspace, by name. The workspace is one allocation, because each allocation takes time.
+        zeros: expression: the number of 32-bit words at the start of the workspace that are set to 0.
     """
 
     def __init__(
@@ -231,7 +230,7 @@ class Plan:
     ) -> None:
         """Add a launch, given its grid or the number of its programs.
 
-        A launch that `follows` another may be set up while that runs.
+        A launch that `follows` another may be set up while the other runs.
         """
         options = {"num_warps": num_warps, "launch_pdl": follows and can_overlap(self.device)}
         if max_registers is not None:
@@ -309,7 +308,7 @@ class Plan:
 
         def text(field: Any) -> str:
             if isinstance(field, tuple):
-                if id(field) not in variables:  # launches have most bundles in common
+                if id(field) not in variables:  # launches share most bundles
                     fields = "".join(f"{text(each)}, " for each in field)
                     variables[id(field)] = f"bundle_{len(variables)}"
                     lines.append(f"{variables[id(field)]} = ({fields})")

@@ -2,14 +2,14 @@
 
     processed: log p'(y) = (l_y - M) / T - log sumexp        raw: log p(y) = l_y - M - log sum exp(l - M)
 
-Whoever decides about a draft has its row's distribution, from which the processed one takes the draft's logit and nothing
-else; whoever draws a token has it too. So no launch is added: decisions made in an earlier launch leave the draft's
-log-probability in the output, and the launch that emits writes the last token's, and NaN behind it.
+The program that decides about a draft, or draws a token, has the distribution of the row, so the processed
+log-probability needs only one more logit. No launch is added: a decision in an earlier launch stores the draft's
+log-probability in the output, and the launch that emits stores the last token's, and NaN after it.
 
-Raw ones take sums of exponentials at temperature 1. The launch that reads leaves them beside the others: 8 bytes for each
-block of a target row, its maximum again, because truncation replaces the others. Where T is 1 and nothing
-truncates rows they are the processed ones. Reading the emitted rows again afterwards would need nothing of that launch, but
-in a large batch most of its time again.
+The raw ones need sums of exponentials at temperature 1. The launch that reads stores them beside the other statistics: 8
+bytes for each block of a target row, with the maximum repeated, because truncation replaces the other statistics. If T is
+1 and rows are not truncated, raw and processed are the same. To read the emitted rows again afterwards would leave that
+launch unchanged, but repeat most of its time in a large batch.
 """
 
 import triton
@@ -29,7 +29,7 @@ def normalizer_of(p):
 
 @triton.jit
 def load_raw_statistics(context, inputs, workspace, sizes):
-    """Return the statistics at temperature 1 of the target row at a context, if raw log-probabilities are asked for."""
+    """Return the statistics at temperature 1 of the target row at a context, if raw log-probabilities are requested."""
     if workspace.raw_statistics_ptr is None:
         return 0.0, 0.0
     else:
@@ -48,7 +48,7 @@ def differs_from_raw(context, inputs, workspace):
 
 @triton.jit
 def normalizer_asked(context, normalizer, raw, inputs, workspace, sizes):
-    """Return the normalizer of the requested log-probabilities: as given, or of the `raw` statistics of the row."""
+    """Return the normalizer of the requested log-probabilities: the given one, or the one of the row's `raw` statistics."""
     if workspace.raw_statistics_ptr is not None:
         if differs_from_raw(context, inputs, workspace):
             row = stored_target_row_at(context.request, context.offset, inputs)
@@ -61,7 +61,7 @@ def normalizer_asked(context, normalizer, raw, inputs, workspace, sizes):
 
 @triton.jit
 def logprob_asked(context, token, normalizer, inputs, workspace, sizes):
-    """Return the log-probability of a token at a context, given what `normalizer_asked` returns."""
+    """Return the log-probability of a token at a context, given the result of `normalizer_asked`."""
     is_there = token < context.request.vocab_size  # a request without rows emits token 0, without a logit
     if workspace.raw_statistics_ptr is None:
         row, temperature = target_row_at(context, inputs, workspace, sizes), context.temperature

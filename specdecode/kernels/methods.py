@@ -7,22 +7,23 @@ from specdecode.kernels import block, probabilistic, strict
 from specdecode.kernels.truncation import early
 
 
-@dataclass(frozen=True, eq=False)  # found by identity: to hash a kernel takes long
+@dataclass(frozen=True, eq=False)  # compared by identity: hashing a kernel takes long
 class Method:
     """A method. Its functions are compiled into the kernels that call them.
 
     Attributes:
-        name: of the method; a step without drafts is one of `strict`.
-        reads_drafts: it reads draft logits. Else its decision about a draft draws the token that is emitted in its stead.
-        decides_block: launches of its own decide about all drafts of a request, between reading and emitting.
+        name: of the method; a step without drafts uses `strict`.
+        reads_drafts: whether it reads draft logits. If not, its decision about a draft also draws the token that replaces
+            the draft.
+        decides_block: whether separate launches, between reading and emitting, decide about all drafts of a request.
         decide_while_reading: decides about a draft whose rows have been read, in a large batch; None: decided later.
         decide_before_truncation: the same for rows that are truncated afterwards.
-        decide: returns whether the draft is accepted (False if launches of its own decide), the row's `Normalizer`, and a
-            source: the input of `draw`, or the token itself if `draw` is None. The two above return as much; their source
-            is not used.
-        draw: draws the token after the accepted drafts from that source, recovered or bonus; None: `decide` has.
-        num_warps: of a program that emits without draft logits; 8 with.
-        large_rows: a batch with so many rows to read is large: it pays to find rows early that do not matter.
+        decide: returns whether the draft is accepted (False if separate launches decide), the row's `Normalizer`, and a
+            source: the input of `draw`, or the token itself if `draw` is None. The two functions above return the same
+            three values; their source is not used.
+        draw: draws the recovered or bonus token from the source; None: `decide` has drawn it.
+        num_warps: of a program that emits, without draft logits; with draft logits it has 8.
+        large_rows: the number of rows from which a batch is large: early decisions, which save reading rows, pay off.
     """
 
     name: str
@@ -76,7 +77,7 @@ METHODS = {
     "block": (BLOCK, BLOCK),
     "synthetic": (PROBABILISTIC, STRICT),
 }
-"""By the names that users give: the method with draft logits, and without. `synthetic` only schedules the verdict."""
+"""The methods by public name: with draft logits, and without. `synthetic` only replaces the decision."""
 
 
 def method_of(name: str, num_draft_tokens: int, has_draft_logits: bool) -> Method:

@@ -17,16 +17,16 @@ def store_token(outputs, context, token, logprob, sizes):
 
 @triton.jit
 def store_logprob(outputs, context, logprob, sizes):
-    """Write the log-probability of the token at a context, if it is asked for."""
+    """Write the log-probability of the token at a context, if it is requested."""
     if outputs.logprobs_ptr is not None:
         tl.store(outputs.logprobs_ptr + row_index(context.request, context.offset, False, sizes), logprob)
 
 
 @triton.jit
 def hand_in(outputs, state_ptr, context, token, logprob, sizes):
-    """Write the token of a rejected row, if no earlier row is known to be rejected; return the row bits.
+    """Write the token of a rejected row, unless an earlier row is known to be rejected; return the row bits.
 
-    Before all bits are there that is not known: the token is written early, and the EARLY bit set.
+    While bits are missing the first rejected row is not final: then the token is written early, and the EARLY bit is set.
     """
     REPLACES: tl.constexpr = outputs.logprobs_ptr is not None  # log-probabilities behind the first rejected row
     bits = tl.atomic_or(bits_at(state_ptr, context.request), 0, sem="acquire" if REPLACES else "relaxed")
@@ -34,18 +34,18 @@ def hand_in(outputs, state_ptr, context, token, logprob, sizes):
     if (complete == 0) | (first_row(bits, REJECTED_BITS) == context.offset):
         store_token(outputs, context, token, logprob, sizes)
     if complete == 0:
-        tl.debug_barrier()  # all threads have written, before one of them publishes the token
+        tl.debug_barrier()  # all threads must have written before one of them publishes the token
         bits = EARLY | tl.atomic_or(bits_at(state_ptr, context.request), EARLY, sem="acq_rel")
     return bits
 
 
 @triton.jit
 def store_output(outputs, drafts, counted, request, first_rejected, invalid, sizes):
-    """Write the accepted drafts, -1 behind the first rejected row, and the counts; `store_token` writes that row's token."""
+    """Write the accepted drafts, -1 after the first rejected row, and the counts; `store_token` writes the row's token."""
     num_drafts, ids = counted
     for start in range(0, sizes.num_draft_tokens + 1, TILE):
         offsets = start + tl.arange(0, TILE)
-        if start > 0:  # the first ids are loaded already: here, at the end, a load would be waited for
+        if start > 0:  # the first ids are already loaded: a load at the end of the program would stall it
             ids = load_draft_ids(drafts, request, offsets, sizes)
         tokens = tl.where(offsets < first_rejected, ids, -1).to(tl.int64)
         others = (offsets <= sizes.num_draft_tokens) & (offsets != first_rejected)
@@ -71,9 +71,9 @@ def store_sample(outputs, context, token, logprob, is_empty, sizes):
 
 @triton.jit
 def store_normalizer(outputs, context, normalizer, workspace):
-    """Write the logsumexp of the row of a request without drafts, and the last token kept, if they are asked for.
+    """Write the logsumexp of the row of a request without drafts, and the last kept token, if they are requested.
 
-    If all tokens are kept that is -1, and of a greedy row its only token.
+    The last kept token is -1 if all are kept, and a greedy row's only token.
     """
     if outputs.logsumexp_ptr is not None:
         logsumexp = tl.where(

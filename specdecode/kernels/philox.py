@@ -10,7 +10,7 @@ ACCEPT = tl.constexpr(int(Domain.ACCEPT))
 ROUNDS = tl.constexpr(10)
 
 MOST_IN_LOOP = tl.constexpr(512)
-"""More indices than this are handled without a loop: the compiler then schedules the rounds freely, but compiles longer."""
+"""For more indices than this the rounds are unrolled: the compiler schedules them freely, but compiles longer."""
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def philox4x32(seed, index, position, domain):
     word1, word2, word3 = low(position), high(position), tl.cast(domain, tl.uint32)
     keys = low(seed).to(tl.uint64), high(seed).to(tl.uint64)
     if index.shape[0] > MOST_IN_LOOP:
-        # A word stays a scalar until the index reaches it, so the part that all indices share is computed once.
+        # A word stays a scalar until the index enters it, so the part that all indices share is computed once.
         words = word0, word1, word2, word3
         for _ in tl.static_range(ROUNDS):
             words, keys = philox_round(words, keys)
@@ -75,6 +75,6 @@ def accept_uniform(key, offset):
 def exponential(key, offset, index, domain):
     """Return float32 standard exponential numbers E = -log(1 - u), shaped like `index`; -log E is a Gumbel number."""
     u = uniform(key, offset, index, domain)
-    # Small E win. Near 0 the hardware's log(1 - u) has no relative precision: there a series.
+    # The smallest E wins. Near 0 the hardware's log(1 - u) has no relative precision, so a series is used.
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
     return tl.where(u < 1 / 64, series, -tl.log(1 - u))

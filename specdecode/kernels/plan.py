@@ -1,7 +1,8 @@
-"""The launches of a step, planned once for calls of all sizes: workspace, grids, and the tuned numbers.
+"""The launches of a step, planned once for calls of all sizes: workspace, grids, and the tuned config.
 
-No tuned number changes a result, except RESIDUAL_BLOCK_N, which all launches share. Unless they say otherwise, numbers are
-the best found for the cells of the record tests/benchmarks/records/h200.json (one H200, 151,936 tokens, bfloat16).
+No tuned number changes a result, except RESIDUAL_BLOCK_N, which all launches share. Unless a comment says otherwise, the
+numbers are the best found for the cells of the record tests/benchmarks/records/h200.json (one H200, 151,936 tokens,
+bfloat16).
 """
 
 from typing import Any
@@ -29,8 +30,8 @@ from specdecode.kernels.bundles import (
     Structure,
     definitions_in,
     inputs_in,
+    lists_in,
     outputs_in,
-    reporting_in,
     sizes_in,
     symbols_in,
 )
@@ -38,47 +39,48 @@ from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.first_rejected import FIELDS
 from specdecode.kernels.launch import Part, Plan, can_overlap
 from specdecode.kernels.read import read_kernel
-from specdecode.kernels.report import report_kernel
 from specdecode.kernels.residual import LIST_FIELDS
 from specdecode.kernels.siblings import siblings_kernel
 from specdecode.kernels.signature import Symbol
 from specdecode.kernels.statistics import WARP
+from specdecode.kernels.top_logprobs import top_logprobs_kernel
 from specdecode.kernels.truncation.kernel import truncate_kernel
 from specdecode.kernels.truncation.narrow import list_size
 from specdecode.kernels.vocabulary import SPAN, map_kernel
 
 READ_BLOCKS = 4  # that a program reads at once, each by one warp
 
-# Warps of a program that truncates a row, and registers of a thread: so two programs run on a multiprocessor.
+# Warps of a program that truncates a row, and registers of a thread: two programs fit on a multiprocessor.
 TRUNCATION_WARPS, TRUNCATION_REGISTERS = 8, 128
 
-# Up to SMALL_GRID programs, each reads READ_BLOCKS blocks once (one and a half times as many as run at once); or up to
-# SMALL_GRID_BOTH, where each reads a target and a draft row and none exits early. Beyond that a program reads requests /
-# REQUESTS_PER_TILE times, at least 2 and at most 8: there are fewer programs to start, but decisions come later.
+# In grids of up to SMALL_GRID programs (1.5 times as many as run at once), each reads READ_BLOCKS blocks once; the limit
+# is SMALL_GRID_BOTH where each reads a target and a draft row and none exits early. In larger grids a program reads
+# requests / REQUESTS_PER_TILE times, at least 2 and at most 8: fewer programs start, but decisions come later.
 SMALL_GRID, SMALL_GRID_BOTH, REQUESTS_PER_TILE = 2048, 8192, 64
 
-# Registers of a thread that reads aligned rows of 16-bit logits, of one and of two: as few as will do, for more programs at
-# once. And of one that emits where there are draft rows: left to itself, the compiler spilled some to have more programs.
+# Registers of a thread that reads one, or two, aligned rows of 16-bit logits: as few as possible, for more programs at
+# once. And of a thread that emits where there are draft rows: by default the compiler spilled some.
 READ_REGISTERS, READ_REGISTERS_BOTH, EMIT_REGISTERS = 48, 64, 128
 
-# Of one that reads rows with masks alone; and, in a small and in a large batch, with penalties or biases: counts take one
-# for each logit. On an H100 96 spilled some in a small batch: 32 requests with penalties 60 -> 80 us. In a large one 128 let
-# fewer programs run at once: `strict`, one of 256 requests with penalties 97 -> 106; but `probabilistic`, all, 294 -> 269.
+# Registers of a thread that reads rows with masks only; with penalties or biases in a small batch; and in a large batch.
+# Counts need one register for each logit. On an H100, 96 registers spilled in a small batch (32 requests with penalties:
+# 60 -> 80 us). In a large batch 128 let fewer programs run at once (`strict`, 256 requests, one with penalties: 97 ->
+# 106; but `probabilistic`, all with penalties: 294 -> 269).
 READ_REGISTERS_MASKED, READ_REGISTERS_ADJUSTED = 80, (128, 96)
 
-# More of them where lane maxima are kept, for truncation, or a large batch is summed at two temperatures: some would spill.
+# More registers where lane maxima are kept, for truncation, or a large batch is summed at two temperatures: fewer spill.
 # On an H100, lane maxima: 32 requests 30.1 -> 29.4 us, 256 121 -> 114. Sums, 256 requests of 3 drafts, T = .7: `strict`
 # 96 -> 92, `block` 225 -> 219. In a small batch it was slower: `strict`, 32 requests 19.3 -> 20.1 us.
 MORE_REGISTERS = 16
 
-# BLOCK_N of everything that sums residuals. It sets the order, and so the last bit, which must not depend on the batch.
+# BLOCK_N of all sums of residuals. It sets their order, and so the last bit, which must not depend on the batch.
 RESIDUAL_BLOCK_N = 256
 
-# In block verification: programs that share all sums, and BLOCKS of `arguments.BlockDecision`.
+# In block verification: the number of programs that share all sums, and BLOCKS of `arguments.BlockDecision`.
 SUM_PROGRAMS, SUM_BLOCKS = 1056, 4
 
-# TOP and BLOCKS of `arguments.Searching`: more blocks at once are more often enough, and take longer. With so many requests
-# one is likely to need a long search, for which the others wait.
+# TOP and BLOCKS of `arguments.Searching`: more blocks at once are more often enough, but take longer. From MANY_REQUESTS
+# on, some request is likely to need a long search, which delays the whole launch.
 SEARCH = {"few": (2, 1), "many": (8, 1), "large": (8, 2)}
 MANY_REQUESTS = 12
 
@@ -89,13 +91,13 @@ Given = tuple[Inputs, Workspace, Sizes]
 
 
 def plan_step(structure: Structure) -> Plan:
-    """Plan the steps of a structure: read, truncate, decide a block, emit, report."""
+    """Plan the steps of a structure: read, truncate, decide a block, emit, list likely tokens."""
     inputs, outputs, sizes = inputs_in(structure), outputs_in(structure), sizes_in(structure)
     decide, overlaps = decision_while_reading(structure), can_overlap(structure.device)
-    posted, has_draft_rows = decide is not None, structure.draft is not None
+    published, has_draft_rows = decide is not None, structure.draft is not None
     # Programs that count each other start from zeros; otherwise the first launch clears the memory of the next ones.
     parts = workspace_parts(structure)
-    plan = Plan(structure.device, definitions_in(structure), parts, zeros=parts["state"].length if posted else "0")
+    plan = Plan(structure.device, definitions_in(structure), parts, zeros=parts["state"].length if published else "0")
     workspace = Workspace._make(
         [*[plan.part(name.removesuffix("_ptr")) for name in Workspace._fields[:-1]], outputs.logprobs_ptr]
     )
@@ -104,17 +106,17 @@ def plan_step(structure: Structure) -> Plan:
         add_mapping(plan, given, overlaps)
     add_reading(plan, structure, given, decide)
     if structure.truncates:
-        add_truncation(plan, given, posted)
+        add_truncation(plan, given, published)
     sums_all = structure.decides_block and has_draft_rows and not structure.large
     if structure.decides_block:
         add_block_decision(plan, given, sums_all)
     step = inputs, outputs, workspace, sizes
-    add_emission(plan, structure, step, sums_all, posted)
+    add_emission(plan, structure, step, sums_all, published)
     if {"top_token_ids", "num_kept"} & {*structure.names}:
-        plan.add(report_kernel, "target_rows", (*step, reporting_in(structure, overlaps)), num_warps=8)
+        plan.add(top_logprobs_kernel, "target_rows", (*step, lists_in(structure, overlaps)), num_warps=8)
     if structure.width > 0:
         siblings = Siblings(symbols_in(structure)["siblings"], structure.width, overlaps)
-        plan.add(siblings_kernel, "batch", (*step, siblings), num_warps=4)
+        plan.add(siblings_kernel, "batch", (*step, siblings), num_warps=4 if structure.width <= 2 else 8)
     return plan
 
 
@@ -145,7 +147,7 @@ def workspace_parts(structure: Structure) -> dict[str, Part]:
 
 
 def decision_while_reading(structure: Structure) -> Any:
-    """Return the function that decides about drafts while rows are read: in a large batch, if the method has one."""
+    """Return the function that decides about drafts while rows of a large batch are read; None if the method has none."""
     if not structure.large or structure.decides_block:
         return None
     method = structure.method
@@ -161,7 +163,7 @@ def add_mapping(plan: Plan, given: Given, overlaps: bool) -> None:
 def add_block_decision(plan: Plan, given: Given, sums_all: bool) -> None:
     """Add the launches of block verification between reading and emitting.
 
-    With `sums_all` the residual that a token may be drawn from is summed, too, not only those that decide.
+    With `sums_all`, also sum the residuals that a token may be drawn from, not only those that a decision needs.
     """
     config = BlockDecision(SUM_BLOCKS, RESIDUAL_BLOCK_N, False, can_overlap(plan.device))
     plan.add(ratio_kernel, "draft_rows", (*given, config), num_warps=4)
@@ -172,7 +174,7 @@ def add_block_decision(plan: Plan, given: Given, sums_all: bool) -> None:
 
 
 def add_reading(plan: Plan, structure: Structure, given: Given, decide: Any) -> None:
-    """Add the launch that reads, and decides by a function, or not."""
+    """Add the launch that reads; with a function `decide` it also decides."""
     (inputs, workspace, sizes), large, flat = given, structure.large, structure.flat
     has_drafts, has_draft_rows = inputs.drafts.ids_ptr is not None, inputs.draft.ptr is not None
     reads_both = has_draft_rows and inputs.drafts.logsumexp_ptr is None
@@ -194,12 +196,12 @@ def add_reading(plan: Plan, structure: Structure, given: Given, decide: Any) -> 
         tiles=Symbol("tiles"),
         chunks=Symbol("chunks"),
         BLOCKS=READ_BLOCKS,
-        # Where a program decides and reads both rows there are no registers left for it; without drafts it was slower.
+        # A program that decides and reads both rows has no registers left for this; without drafts it was slower.
         INTEGER_MAX=has_drafts and not (decide is not None and has_draft_rows),
         KEEPS_RAW=structure.truncates,
         FLAT=flat,
         OVERLAPS=can_overlap(plan.device),
-        # A launch that emits without draft rows is soon set up; admitted early it only took room: 2 to 7 % slower.
+        # A launch that emits without draft rows starts fast; admitted early, it only occupied the GPU: 2 to 7 % slower.
         ADMITS_LATE=not has_draft_rows and not (has_drafts and decide is None),
     )
     plan.add(
@@ -212,10 +214,10 @@ def add_reading(plan: Plan, structure: Structure, given: Given, decide: Any) -> 
     )
 
 
-def add_truncation(plan: Plan, given: Given, posted: bool) -> None:
-    """Add the launch that truncates the rows that were read; or two, if draft rows are read in another way."""
+def add_truncation(plan: Plan, given: Given, published: bool) -> None:
+    """Add the launch that truncates the rows that were read, or two launches if draft rows are read differently."""
     inputs, workspace, sizes = given
-    config = Truncating(False, posted, can_overlap(plan.device))
+    config = Truncating(False, published, can_overlap(plan.device))
 
     def add(rows: str, inputs: Inputs, config: Truncating) -> None:
         bundles = inputs, workspace, sizes, config
@@ -234,21 +236,21 @@ def add_truncation(plan: Plan, given: Given, posted: bool) -> None:
 
 
 def inputs_apart(inputs: Inputs) -> tuple[Inputs, Inputs]:
-    """Return the inputs of the launch that truncates target rows, and of the launch that truncates draft rows."""
+    """Return the inputs for truncating target rows, and the inputs for truncating draft rows."""
     without_cutoffs = inputs.drafts._replace(cutoff_ptr=None, cutoff_stride_request=0, cutoff_stride_offset=0)
     of_target = inputs._replace(draft=NO_ROWS, drafts=without_cutoffs)
     return of_target, inputs._replace(adjustments=NO_ADJUSTMENTS)
 
 
 def add_emission(
-    plan: Plan, structure: Structure, step: tuple[Inputs, Outputs, Workspace, Sizes], sums_all: bool, posted: bool
+    plan: Plan, structure: Structure, step: tuple[Inputs, Outputs, Workspace, Sizes], sums_all: bool, published: bool
 ) -> None:
-    """Add the launch that emits; first rejections may have been posted while reading."""
+    """Add the launch that emits; first rejections may have been published while reading."""
     method, large, has_draft_rows = structure.method, structure.large, structure.draft is not None
     per_row = structure.has_drafts and not structure.decides_block and (structure.truncates or not large)
     searches = has_draft_rows and not sums_all
     search = "large" if large and not per_row else "many" if searches and (structure.many or large) else "few"
-    flags = per_row, per_row and posted, structure.decides_block, sums_all, can_overlap(plan.device)
+    flags = per_row, per_row and published, structure.decides_block, sums_all, can_overlap(plan.device)
     config, policy = Searching(*SEARCH[search], RESIDUAL_BLOCK_N, *flags), Policy(method.decide, method.draw)
     plan.add(
         emit_kernel,

@@ -1,10 +1,10 @@
 """Probabilistic in Triton: accept by likelihood ratio, draw from the residual after a rejection.
 
-    the draft x is accepted iff u <= p(x) / q(x)        else the token is drawn from max(0, p - q)
+    the draft x is accepted iff u <= p(x) / q(x)        otherwise the token is drawn from max(0, p - q)
 
-`decide` makes the decision, from the statistics and one logit of each row. `draw` draws the token after a rejection, by
-`residual`, and from p alone the one after all drafts. If p or q is a point mass (greedy, a deterministic drafter, an
-infinite logit) there is nothing to search: p without one token differs from p in one block.
+`decide` decides from the statistics and one logit of each row. `draw` draws the token after a rejection from the residual
+(`residual`), and the token after all drafts from p. If p or q is a point mass (greedy, a deterministic drafter, an
+infinite logit), no search is needed: p without one token differs from p in one block.
 """
 
 import triton
@@ -48,9 +48,9 @@ def log_ratio(a, b):
 
 @triton.jit
 def acceptance_terms(context, inputs, workspace, sizes):
-    """Return the `Terms` of a row's draft: they decide about it, and hold the residual.
+    """Return the `Terms` of a row's draft: the terms of its decision, and the residual.
 
-    Without a draft nothing is subtracted from p. A drafter without logits is the point mass on its draft.
+    Without a draft nothing is subtracted from p. Without draft logits, q is the point mass on the draft.
     """
     request, offset, token, _, temperature = context
     has_draft_row = False
@@ -77,22 +77,22 @@ def acceptance_terms(context, inputs, workspace, sizes):
     log_p = logprob(logit, token, normalizer, temperature)
 
     log_q, draft_max, draft_log_sum, log_sum_ratio = 0.0, 0.0, 0.0, 0.0
-    draft_one_hot = token  # the point mass on the draft; without a draft -1, and so NONE is subtracted
+    draft_point_mass = token  # the point mass on the draft; without a draft -1, and so NONE is subtracted
     if inputs.draft.ptr is not None:
         if has_draft_row:
-            draft_one_hot = tl.full([], -1, tl.int32)
+            draft_point_mass = tl.full([], -1, tl.int32)
             if inputs.drafts.logsumexp_ptr is not None:  # relative to a maximum of 0
                 draft_log_sum, log_sum_ratio = logsumexp, logsumexp - log_sum
             if summarised:
                 if inputs.drafts.logsumexp_ptr is not None:
                     q = combine(summary, draft_row, temperature, sizes)
-                draft_max, draft_one_hot = q.row_max, token_of(q.point_mass_token, inputs, workspace, sizes)
+                draft_max, draft_point_mass = q.row_max, token_of(q.point_mass_token, inputs, workspace, sizes)
                 draft_log_sum, log_sum_ratio = tl.log(q.sumexp), log_ratio(q.sumexp, p.sumexp)
-            log_q = logprob(draft_logit, token, Normalizer(draft_max, draft_log_sum, draft_one_hot), temperature)
-    subtracted = tl.where((draft_one_hot < 0) & (token >= 0), ROW, draft_one_hot)
+            log_q = logprob(draft_logit, token, Normalizer(draft_max, draft_log_sum, draft_point_mass), temperature)
+    subtracted = tl.where((draft_point_mass < 0) & (token >= 0), ROW, draft_point_mass)
     subtracted = tl.where(p.point_mass_token >= 0, NONE, subtracted)
     residual = Residual(p.row_max, draft_max, log_sum_ratio, subtracted)
-    return Terms(log_p, log_q, p, Normalizer(draft_max, draft_log_sum, draft_one_hot), residual)
+    return Terms(log_p, log_q, p, Normalizer(draft_max, draft_log_sum, draft_point_mass), residual)
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def accepts(terms, context, uniform, drafts):
 
 @triton.jit
 def draw(context, noise, source, inputs, workspace, sizes, config):
-    """Draw the token at a context, recovered or bonus: from the residual, or from p if nothing is left of it."""
+    """Draw the recovered or bonus token at a context: from the residual, or from p if the residual rounds to nothing."""
     p, residual = source
     row = target_row_at(context, inputs, workspace, sizes)
     block = tl.full([], -1, tl.int32)
@@ -152,7 +152,7 @@ def draw(context, noise, source, inputs, workspace, sizes, config):
 
 @triton.jit
 def decide(context, noise, inputs, workspace, sizes):
-    """Return (whether a row's draft is accepted, the row's normalizer, the source of the token if it is not)."""
+    """Return (is the row's draft accepted, the row's normalizer, the source of the token after a rejection)."""
     terms = acceptance_terms(context, inputs, workspace, sizes)
     accepted = accepts(terms, context, noise.uniform, inputs.drafts)
     return accepted, normalizer_of(terms.p), (terms.p, terms.residual)

@@ -1,14 +1,14 @@
-"""The launch that reads: every logits row that matters, once, each block leaving its statistics.
+"""The launch that reads every logits row that matters once, and stores the statistics of each block.
 
 A program reads a few blocks of the target row at one offset of one request, and the same blocks of the draft row there: 2
 bytes a logit of bfloat16. It writes 8 bytes for each block of 1,024.
 
-Rows after a rejection need not be read. In a large batch that is decided here: programs run in the order of the offsets,
-the last program to finish a row decides about its draft, and a program whose request is known to be rejected before its
-offset exits. No program waits for another: a rejection that is known late only costs the reading of a row.
-A small batch is read up to the row after each request's last draft: all are in flight before the first decision could be
-known. So is any batch of `block`, which needs the rows of all drafts, and a truncated one of `strict`, or of `synthetic`
-without draft logits.
+Rows after a rejection need not be read. In a large batch this launch also decides: programs run in the order of the
+offsets, the last program to finish a row decides about its draft, and a program exits if an earlier row of its request is
+known to be rejected. No program waits for another: a rejection published late only costs the reading of a row. A small
+batch is read through the row after each request's last draft, because all loads are in flight before the first decision
+could be known. The same holds for `block`, which needs the rows of all drafts, and for truncated batches of `strict`, or
+of `synthetic` without draft logits.
 """
 
 import triton
@@ -19,8 +19,8 @@ from specdecode.kernels.first_rejected import (
     clear_state,
     is_last,
     peek_first_rejected,
-    post_empty,
-    post_rejection,
+    publish_empty,
+    publish_rejection,
     row_finished_ptr,
 )
 from specdecode.kernels.launch import admit_next_launch, await_launch
@@ -50,12 +50,12 @@ from specdecode.kernels.values import INFINITY, RowContext
 
 @triton.jit
 def locate_in_grid(inputs, sizes, config):
-    """Return a program's chunk of a row, its request and its offset: the dimensions of its grid, if it is not `FLAT`."""
+    """Return a program's chunk of a row, its request and its offset: the grid's dimensions, unless the grid is `FLAT`."""
     if config.FLAT:
         chunk = tl.program_id(0) % config.chunks
         request = tl.program_id(0) // config.chunks % sizes.batch
         offset = tl.program_id(0) // config.chunks // sizes.batch
-    else:  # so nothing is divided before the first load
+    else:  # no division delays the first load
         chunk, request, offset = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if inputs.drafts.ids_ptr is None:
         offset = 0  # known to the compiler
@@ -84,10 +84,10 @@ def store_adjusted(pointer, maxima_ptr, stored, row, first, temperature, sizes, 
 
 @triton.jit
 def summarise(chunk, context, logsumexp, inputs, workspace, sizes, config):
-    """Store the statistics of a program's blocks of a target row; and of the draft row beside it.
+    """Store the statistics of a program's blocks of a target row, and of the draft row at the same offset.
 
-    The draft row is read where the context has a draft; if it came with a `logsumexp`, only where that cannot be trusted. Of
-    the draft and that argument at least one is None.
+    The draft row is read if the context has a draft; if a `logsumexp` was given, only if it is too imprecise to use. The
+    draft row or this argument is None.
     """
     request, offset, token, _, temperature = context
     row = whole_target_row_at(request, offset, inputs, sizes)
@@ -132,7 +132,7 @@ def summarise(chunk, context, logsumexp, inputs, workspace, sizes, config):
                     its_statistics, its_maxima, draft, first, temperature, sizes, config.BLOCKS, config.INTEGER_MAX
                 )
             elif workspace.draft_ids_ptr is not None:
-                if reads_draft:  # the row goes on to the target's last block, with nothing
+                if reads_draft:  # blocks up to the target's last one: empty
                     nothing = tl.zeros([config.BLOCKS], tl.float32)
                     store_both(its_statistics, nothing - INFINITY, nothing, first, sizes, config.BLOCKS)
     if logsumexp is not None:
@@ -151,7 +151,7 @@ def may_matter(request, offset, inputs, workspace, sizes, DECIDES: tl.constexpr)
         # No id is loaded: rows after an invalid id are rare; reading them is wasted work.
         matters = offset <= request.num_drafts
     else:
-        matters = load_draft_ids(inputs.drafts, request, offset - 1, sizes) >= 0  # counting all was slower
+        matters = load_draft_ids(inputs.drafts, request, offset - 1, sizes) >= 0  # counting every program was slower
     if DECIDES:
         matters &= offset <= peek_first_rejected(workspace.state_ptr, request, sizes)
     return matters
@@ -166,18 +166,18 @@ def decide(request, offset, token, temperature, inputs, workspace, sizes, policy
         noise = noise_at(context, inputs.requests, sizes)
         accepted, normalizer, _ = policy.DECIDE(context, noise, inputs, workspace, sizes)
         if normalizer.row_max == -INFINITY:
-            post_empty(workspace.state_ptr, request, offset, sizes)
+            publish_empty(workspace.state_ptr, request, offset, sizes)
         if workspace.logprobs_ptr is not None:
             if accepted:
                 raw = load_raw_statistics(context, inputs, workspace, sizes)
                 store_draft_logprob(context, normalizer, raw, inputs, workspace, sizes)
     if accepted == 0:
-        post_rejection(workspace.state_ptr, request, offset, sizes)
+        publish_rejection(workspace.state_ptr, request, offset, sizes)
 
 
 @triton.jit
 def read_kernel(inputs, workspace, sizes, config, policy):
-    """Summarise `tiles` times `BLOCKS` blocks at one offset of one request."""
+    """Store the statistics of `tiles` times `BLOCKS` blocks at one offset of one request."""
     DECIDES: tl.constexpr = policy.DECIDE is not None
     HAS_LOGSUMEXP: tl.constexpr = inputs.drafts.logsumexp_ptr is not None
     READS_DRAFT: tl.constexpr = inputs.draft.ptr is not None and not HAS_LOGSUMEXP
@@ -200,11 +200,12 @@ def read_kernel(inputs, workspace, sizes, config, policy):
     if matters:
         context = RowContext(request, offset, token, None, temperature)
         summarise(chunk, context, logsumexp, inputs, workspace, sizes, config)
-        if workspace.draft_ids_ptr is not None:  # here, so that the next launch waits for the map
+        if workspace.draft_ids_ptr is not None:  # waited for here, so that the next launch finds the map
             await_launch(config.OVERLAPS)
         if DECIDES:
             if offset < sizes.num_draft_tokens:
-                # Without draft rows it is loaded only now, before programs are counted: it takes a register.
+                # Without draft rows the draft is loaded only now, before programs are counted: it would occupy a
+                # register.
                 draft = token if READS_DRAFT else load_draft_ids(inputs.drafts, request, offset, sizes)
                 if is_last(row_finished_ptr(workspace.state_ptr, request, offset, sizes), config.chunks):
                     decide(request, offset, draft, temperature, inputs, workspace, sizes, policy)

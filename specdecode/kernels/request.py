@@ -1,14 +1,13 @@
 """Loads of a request's values in Triton: the indices of its rows, temperature, key, drafts, limits.
 
-A call that is not packed has everything at the request's own index. In a packed call three integers on the device say where
-it is: the request's entry of `row_starts`, the next one, and its entry of `slots`. Every program loads them first.
+A call that is not packed has all values at the request's own index. In a packed call, every program first loads three
+integers: the request's entry of `row_starts`, the next entry, and its entry of `slots`.
 
-Nothing has checked these integers, so a request is accepted only if its rows are within the tensor and no more than it may
-have, and its slot is one of the slots. Any other request, and one that has no rows, is given no drafts and a row of no
-tokens: what follows finds no finite logit there, as in a row of NaN, and so emits token 0 and marks it invalid. Nothing of
-it is ever read.
+These integers are unchecked, so a request is valid only if its rows are within the tensor and no more than allowed, and
+its slot exists. Any other request, and one without rows, gets no drafts and a row of no tokens: as in a row of NaN there
+is no finite logit, so the request emits token 0 and is marked invalid. None of its memory is read.
 
-Nor has anything checked the values of other tensors: what is loaded of them is made harmless here.
+Values of other tensors are unchecked, too: they are made harmless here when they are loaded.
 """
 
 import triton
@@ -21,10 +20,11 @@ TILE = tl.constexpr(32)
 """Draft ids that are loaded at once."""
 
 LARGEST_TEMPERATURE = tl.constexpr(2.0**126)
-"""Beyond it 1 / T would be a denormal number, which is 0 to a GPU; only logits of 1e34 and more could show a difference."""
+"""The largest T used: beyond it 1 / T would be denormal, which a GPU treats as 0. Only logits of 1e34 and more would
+differ."""
 
 LARGEST_LOGSUMEXP = tl.constexpr(256.0)
-"""Beyond this a float32 logsumexp may be off by more than 1.5e-5: the row is read."""
+"""The largest logsumexp that is used: beyond it float32 rounds by more than 1.5e-5, so the row is read instead."""
 
 
 @triton.jit
@@ -49,17 +49,17 @@ def locate(index, packing, sizes):
 
 @triton.jit
 def locate_program(programs, packing, sizes):
-    """Return a program's request and its offset, in a grid that has so many programs for each request."""
+    """Return a program's request and its offset, in a grid of `programs` programs for each request."""
     return locate((tl.program_id(0) // programs).to(tl.int64), packing, sizes), tl.program_id(0) % programs
 
 
 @triton.jit
 def load_temperature(requests, request):
-    """Return a request's temperature; in a tensor, whose values could not be checked, NaN and negatives are greedy."""
+    """Return a request's temperature; NaN and negative values of a tensor, which could not be checked, are greedy."""
     temperature = requests.temperature
     if requests.temperature_ptr is not None:
         given = tl.load(requests.temperature_ptr + request.slot)
-        # Only 0 is greedy: a temperature outside float32's range becomes the nearest number in it.
+        # Only 0 is greedy: a temperature outside float32's range becomes the nearest number in the range.
         clamped = tl.minimum(tl.maximum(given.to(tl.float32), SMALLEST), LARGEST_TEMPERATURE)
         temperature = tl.where(given > 0, clamped, 0.0)
     return temperature
@@ -105,7 +105,7 @@ def count_drafts(drafts, request, sizes):
 
 @triton.jit
 def draft_at(counted, drafts, request, offset, sizes):
-    """Return the draft id at an offset, given `count_drafts`, which has most of them; -1 for none."""
+    """Return the draft id at an offset, -1 for none, given the result of `count_drafts`, which has the first ids."""
     num_drafts, first_ids = counted
     token = tl.max(tl.where(tl.arange(0, TILE) == offset, first_ids, -1), 0)
     if offset >= TILE:
@@ -115,13 +115,13 @@ def draft_at(counted, drafts, request, offset, sizes):
 
 @triton.jit
 def with_draft(context, offset, token):
-    """Return the context of a request's row at an offset."""
+    """Return the context at another offset of the same request, with its draft."""
     return RowContext(context.request, offset, token, context.key, context.temperature)
 
 
 @triton.jit
 def load_logsumexp(drafts, request, offset, wanted):
-    """Return the logsumexp that came with a draft."""
+    """Return the given logsumexp of a draft row."""
     index = request.slot * drafts.logsumexp_stride_request + offset * drafts.logsumexp_stride_offset
     return tl.load(drafts.logsumexp_ptr + index, mask=wanted, other=0.0)
 
@@ -134,7 +134,7 @@ def is_trusted(logsumexp):
 
 @triton.jit
 def given_token(request, offset, vocab_size, inputs):
-    """Return the cutoff that came with a draft, -1 if all is kept; and whether it can be used: its logsumexp, too."""
+    """Return the given cutoff of a draft row, -1 if all tokens are kept, and whether it and its logsumexp can be used."""
     drafts = inputs.drafts
     index = request.slot * drafts.cutoff_stride_request + offset * drafts.cutoff_stride_offset
     token = tl.load(drafts.cutoff_ptr + index)

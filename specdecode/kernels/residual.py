@@ -1,10 +1,10 @@
-"""The residual max(0, p - q) in Triton: its tokens' weights, its block sums, and which block is drawn from it.
+"""The residual max(0, p - q) in Triton: weights of tokens, block sums, and the draw of a block.
 
     max(0, p - q) = p max(0, 1 - q / p)
 
-Its block sums would take a second read of both rows. But to know which block is selected takes only a few of them, because p
-bounds them all: `select_residual_block` reads 4 KB (bfloat16) for each block that it looks at. Block verification draws from
-max(0, c p - q), which is c times max(0, p - q / c): a `Residual` with log c in its ratio.
+All block sums would require a second read of both rows. But p bounds every sum, so a few of them suffice to select a
+block: `select_residual_block` reads 4 KB (bfloat16) for each block that it sums. Block verification draws from the
+residual max(0, c p - q) = c max(0, p - q / c): a `Residual` with log c in its ratio.
 """
 
 import triton
@@ -38,23 +38,23 @@ from specdecode.kernels.statistics import sum_blocks, sum_in_order
 from specdecode.kernels.values import RequestIndex, exists
 
 NUM_LISTED, LIST_FIELDS = tl.constexpr(0), tl.constexpr(4)
-"""The state's entry for the number of listed residuals. Each has the index, row and slot of its request, and its offset: so
-its sum needs no lookup of the request."""
+"""The state's entry for the number of listed residuals. Each list entry has the index, row and slot of its request, and
+the offset, so that summing needs no lookup of the request."""
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
 NONE, ROW = tl.constexpr(-1), tl.constexpr(-2)
-"""The part of q that is subtracted from p before a token is drawn: nothing; all of it. Others: the only token of q."""
+"""The part of q that is subtracted from p: NONE, ROW (all of q), or, as any other value, the only token of q."""
 
 
 @triton.jit
 def shortfall(target, draft, residual, scale):
     """Return 1 - q / p of tokens, negative where there is no residual and 1 where q is NaN; `scale` is log2(e) / T.
 
-    log q - log p is formed from the difference of the logits, in base 2, and 1 - q / p by a series where p and q nearly
-    agree: so the residual keeps its relative precision.
+    log q - log p is computed from the difference of the logits, in base 2, and 1 - q / p by a series where p and q nearly
+    agree, so that the residual keeps its relative precision.
     """
-    # An explicit fma: of a * b + c * d the compiler may round either product, and does so differently in each kernel.
+    # An explicit fma: in a * b + c * d the compiler may round either product, differently in each kernel.
     differences = draft - target - (residual.draft_max - residual.row_max)
     return one_minus_exp2(tl.fma(differences, scale, -residual.log_sum_ratio * LOG2_E))
 
@@ -71,7 +71,7 @@ def one_minus_exp2(x):
 def load_both(inputs, rows, blocks, BLOCK_N: tl.constexpr):
     """Return some [BLOCKS] blocks of a target row and a draft row, as `load_blocks` does."""
     row, draft_row = rows
-    # In pairs both or none, so that logits of the same tokens meet.
+    # Load both as pairs or neither, so that lanes align.
     dtype: tl.constexpr = inputs.target.ptr.dtype.element_ty
     draft_dtype: tl.constexpr = inputs.draft.ptr.dtype.element_ty
     BFLOAT16: tl.constexpr = dtype == tl.bfloat16 and draft_dtype == tl.bfloat16
@@ -101,7 +101,7 @@ def residual_sums(target, draft, residual, temperature):
 
 @triton.jit
 def list_residual(request, offset, workspace):
-    """List the residual at an offset of a request to be summed."""
+    """Add the residual at an offset of a request to the list of residuals to sum."""
     fields_ptr = workspace.listed_ptr + tl.atomic_add(workspace.state_ptr + NUM_LISTED, 1, sem="relaxed") * LIST_FIELDS
     tl.store(fields_ptr, request.index)
     tl.store(fields_ptr + 1, request.row)
@@ -149,10 +149,11 @@ def best_of(target, draft, blocks, context, residual, row, block_domain, BLOCK_N
 
 @triton.jit
 def select_residual_block(context, exponentials, source, rows, inputs, sizes, config):
-    """Draw a block with probability proportional to its residual; return it, -1 if all rounds to nothing.
+    """Draw a block with probability proportional to its residual; return it, -1 if all residuals round to 0.
 
-    The result equals `select_block`, but few residuals are summed. None is more than p, so no block scores more than its
-    sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score.
+    The result is the same as of `select_block` on all residual sums, but few are computed. No residual is more than p, so
+    the score of a block is bounded by the score of p's sum: blocks are searched in the order of these bounds, until no
+    bound exceeds the best score.
     """
     p, residual = source
     row, _ = rows
@@ -164,7 +165,7 @@ def select_residual_block(context, exponentials, source, rows, inputs, sizes, co
     top, remaining = take_top(keys, config)
     first = blocks_of(top, sizes)
     first_target, first_draft = load_both(inputs, rows, first, config.BLOCK_N)
-    # The next blocks are loaded before it is known whether they matter.
+    # The next blocks are loaded before the search decides whether it needs them.
     largest = tl.max(remaining, 0)
     blocks = blocks_of(largest, sizes)
     target, draft = load_both(inputs, rows, blocks, config.BLOCK_N)
@@ -182,7 +183,7 @@ def select_residual_block(context, exponentials, source, rows, inputs, sizes, co
 
 @triton.jit
 def select_summed_block(context, exponentials, workspace, sizes):
-    """Draw a block, if the block sums of the residual are in the workspace; return it, -1 if all are 0."""
+    """Draw a block from the residual's block sums in the workspace; return it, -1 if all are 0."""
     sums = load_residual_sums(workspace, context.request, context.offset, sizes)
     return tl.where(tl.max(sums, 0) > 0, select_block(sums, exponentials), -1)
 
@@ -199,7 +200,7 @@ def sums_without(token, p, row, temperature, inputs, sizes):
 
 @triton.jit
 def sum_without(row, token, row_max, temperature, sizes):
-    """Return the weight of the other tokens of a token's block, relative to the row's maximum."""
+    """Return the weight of a token's block without the token, relative to the row's maximum."""
     token_ids = tokens_of(token // BLOCK_SIZE)
     weights = tl.exp(scaled(load_logits(row, token_ids, True), row_max, temperature))
     return sum_in_order(tl.where(token_ids == token, 0.0, weights))

@@ -54,7 +54,7 @@ def penalties_of(request, given):
 
 @triton.jit
 def load_drafts(before, sizes):
-    """Return the ids of the drafts before a row, [MAX_DRAFTS], -1 for none, given where they are and the row's size."""
+    """Return the ids of the drafts before a row, [MAX_DRAFTS], -1 for none, given their location."""
     if exists(before):
         ids_ptr, stride, num_drafts, vocab_size = before
         offsets = tl.arange(0, sizes.MAX_DRAFTS)
@@ -66,7 +66,7 @@ def load_drafts(before, sizes):
 
 @triton.jit
 def allowed_at(request, offset, given):
-    """Return a pointer to the row of a mask."""
+    """Return a pointer to the row of the allowed mask."""
     if given.allowed_ptr is None:
         return ()
     else:

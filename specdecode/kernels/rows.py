@@ -1,9 +1,9 @@
-"""Logits rows in Triton: where they lie, and how they are read.
+"""Logits rows in Triton: addresses and loads.
 
-A row is read in one of two ways. `load_blocks` gives whole blocks as they are stored, at the speed of memory, at which an
-element may cost a handful of instructions: there a NaN remains one. `load_logits` and `load_logit` give float32, and -inf
-for a NaN. Either way a token that the row does not have reads as -inf: beyond the vocabulary, beyond the row's cutoff, or
-not of the draft's vocabulary.
+A row is read in one of two ways. `load_blocks` returns whole blocks as they are stored. It runs at the speed of memory,
+which leaves few instructions for each element, so a NaN remains NaN. `load_logits` and `load_logit` return float32, and
+-inf for NaN. In both ways a token that the row lacks reads as -inf: beyond the vocabulary, beyond the row's cutoff, or
+not in the draft's vocabulary.
 """
 
 import triton
@@ -29,7 +29,7 @@ SMALLEST = tl.constexpr(1.1754944e-38)
 @triton.jit
 def base_2_scale(temperature):
     """Return log2(e) / T, for exp(l / T) = exp2(l * scale); any number where T is 0."""
-    # Never 0, which a denormal number is to a GPU: 0 times -inf would be NaN.
+    # Never denormal: a GPU would flush it to 0, and 0 times -inf is NaN.
     return tl.maximum(tl.minimum(1 / tl.where(temperature > 0, temperature, 1.0) * LOG2_E, LARGEST), SMALLEST)
 
 
@@ -54,7 +54,7 @@ def row_at(rows, index, offset, vocab_size):
 
 @triton.jit
 def stored_target_row_at(request, offset, inputs):
-    """Return the target row at an offset of a request, as it is in memory."""
+    """Return the target row at an offset of a request as stored: not adjusted, without cutoff."""
     return row_at(inputs.target, request.row, offset, request.vocab_size)
 
 
@@ -88,7 +88,7 @@ def row_index(request, offset, OF_DRAFT: tl.constexpr, sizes):
 
 @triton.jit
 def with_cutoff(row, workspace, index, sizes):
-    """Return a row, given its index, with its cutoff, if rows are truncated."""
+    """Return a row with its cutoff, if rows are truncated, given the row's index."""
     if workspace.cutoffs_ptr is None:
         return row
     else:
@@ -106,7 +106,7 @@ def target_row_at(context, inputs, workspace, sizes):
 
 @triton.jit
 def own_draft_row_at(context, inputs, workspace, sizes):
-    """Return the draft row at a context, up to its cutoff; there may be none, beyond the last."""
+    """Return the draft row at a context, up to its cutoff; after the last draft the row is not valid."""
     inside = tl.minimum(context.offset, sizes.num_draft_tokens - 1)
     row = whole_draft_row_at(context.request, context.offset, inputs, sizes)
     return with_cutoff(row, workspace, row_index(context.request, inside, True, sizes), sizes)
@@ -147,7 +147,7 @@ def load_raw(row, token_ids, wanted):
 
 @triton.jit
 def up_to_cutoff(logits, token_ids, cutoff):
-    """Return float32 logits, -inf instead of those beyond a row's cutoff and of NaN."""
+    """Return float32 logits, with -inf for NaN and beyond a row's cutoff."""
     is_kept = (logits > cutoff.logit) | ((logits == cutoff.logit) & (token_ids <= cutoff.token))
     return tl.where(is_kept, logits, -INFINITY)
 
@@ -161,7 +161,7 @@ def load_logits(row, token_ids, wanted):
 
 @triton.jit
 def load_logit(row, token, wanted):
-    """Return the logit of one token < vocab_size as float32, -inf for NaN; of no use if it is negative or not wanted."""
+    """Return the logit of one token < vocab_size as float32, -inf for NaN; undefined for a negative or unwanted token."""
     if exists(row.draft_ids):
         token = draft_ids_of(row.draft_ids, token, wanted)
         wanted = token < row.vocab_size
@@ -189,15 +189,15 @@ def tokens_of(block):
 
 @triton.jit
 def part_of_blocks(blocks, part, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the elements of one part of each of some [BLOCKS] blocks of a size, [BLOCKS, BLOCK_N]."""
+    """Return the token ids of one part of each of [BLOCKS] blocks, [BLOCKS, BLOCK_N]."""
     return blocks[:, None] * SIZE + part * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
 
 
 @triton.jit
 def load_stored_blocks(row, blocks, wanted, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the logits of some [BLOCKS] blocks, as a tuple of parts to `unpack`; of a row with adjustments as it is stored.
+    """Return the logits of some [BLOCKS] blocks, as a tuple of parts to `unpack`; adjustments are not applied.
 
-    In pairs, that is two logits of aligned bfloat16 as one int32, which takes half the instructions to unpack.
+    With PAIRS, two aligned bfloat16 logits are loaded as one int32, which takes half the instructions to unpack.
     """
     if exists(row.adjustments):
         row = whole_row(row.ptr, row.stride_token, row.vocab_size)
@@ -228,7 +228,7 @@ def tokens_of_blocks(blocks, row, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def load_blocks(row, blocks, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return some [BLOCKS] blocks of a row as they are stored, and the values that adjust them, for `logits_of`."""
+    """Return some [BLOCKS] blocks of a row as stored, with their loaded adjustments, for `logits_of`."""
     return with_adjustments(load_stored_blocks(row, blocks, True, PAIRS, BLOCK_N), row, blocks, BLOCK_N)
 
 
@@ -243,7 +243,7 @@ def with_adjustments(parts, row, blocks, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def logits_of(loaded, row, blocks, BLOCK_N: tl.constexpr):
-    """Return blocks that have been loaded as a tuple of parts to `unpack`: raw logits, or adjusted ones in float32."""
+    """Return loaded blocks as a tuple of parts to `unpack`: raw logits, or adjusted ones in float32."""
     if exists(row.adjustments):
         return adjusted_blocks(loaded[0], loaded[1], row, blocks, BLOCK_N)
     else:
@@ -252,7 +252,7 @@ def logits_of(loaded, row, blocks, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def logits_of_stored(parts, row, blocks, BLOCK_N: tl.constexpr):
-    """Return the logits of stored blocks, see `load_stored_blocks`; the values that adjust them are loaded now."""
+    """Return the logits of stored blocks, see `load_stored_blocks`, and load their adjustments now."""
     return logits_of(with_adjustments(parts, row, blocks, BLOCK_N), row, blocks, BLOCK_N)
 
 
@@ -294,7 +294,7 @@ def unpack(part):
 
 @triton.jit
 def in_order(bits):
-    """Return the bits of float32 numbers as integers in the same order; and of such integers, the bits."""
+    """Return the bits of float32 numbers as integers in the same order; the function is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -306,5 +306,5 @@ def key_of(logit):
 
 @triton.jit
 def logit_of(key):
-    """Return the logit that has a key."""
+    """Return the logit of a key."""
     return in_order(key).to(tl.float32, bitcast=True)

@@ -2,12 +2,13 @@
 
     block b = argmax log W_b + G(b)        token v = argmax log w(v) + G'(v) in block b,  w(v) = exp((l_v - M) / T)
 
-One random number is drawn for each block, and one for each token of a single block; only its logits are read again.
-With G = -log E, E exponential, the first is argmax W_b / E(b) and the second argmax w(v) / E'(v): so they are computed, and
-weights need no logarithm. (Of tokens that arrive after times E(v) / w(v) the first is taken: an *exponential race*.)
+One random number is drawn for each block, and one for each token of a single block, the only one whose logits are read
+again. With G = -log E, E exponential, the first is argmax W_b / E(b) and the second argmax w(v) / E'(v). This form is
+computed, because it needs no logarithm of weights. (It is an *exponential race*: tokens arrive at times E(v) / w(v), and
+the first to arrive is taken.)
 
-A tie goes to the lowest block, and in it to the lowest token: `first_largest`. `block_bounds.ranked` does so where blocks
-come in the order of their bounds.
+A tie goes to the lowest block, and in it to the lowest token: `first_largest`, or `block_bounds.ranked` where blocks come
+in the order of their bounds.
 """
 
 import triton
@@ -31,7 +32,7 @@ def noise_at(context, requests, sizes):
 
 @triton.jit
 def first_largest(scores):
-    """Return the index of the largest of some scores, of equal ones the first; one is positive, none is negative."""
+    """Return the first index of the largest score; no score is negative, at least one is positive."""
     bits = scores.to(tl.int32, bitcast=True)  # in the same order, and compared faster
     count: tl.constexpr = scores.shape[0]
     return tl.min(tl.where(bits == tl.max(bits, 0), tl.arange(0, count), count), 0)
@@ -40,7 +41,7 @@ def first_largest(scores):
 @triton.jit
 def block_scores(block_sums, exponentials):
     """Return the block scores W_b / E_b."""
-    # 2^30: the smallest sum divided by the largest E must not round to 0, the score of blocks that are impossible.
+    # 2^30: the smallest sum divided by the largest E must not round to 0, the score of impossible blocks.
     return block_sums * 2.0**30 / exponentials
 
 
@@ -52,7 +53,7 @@ def select_block(block_sums, exponentials):
 
 @triton.jit
 def token_weights(logits, row_max, temperature):
-    """Return 2^60 exp((l - row_max) / T): in a block that can be selected, no token that matters underflows."""
+    """Return the weights 2^60 exp((l - row_max) / T): in a block that can be selected, no token that matters underflows."""
     return tl.exp2(tl.fma(logits - row_max, base_2_scale(temperature), 60.0))
 
 
@@ -64,7 +65,7 @@ def select_token(weights, exponentials, block):
 
 @triton.jit
 def load_block(row, context, block, token_domain):
-    """Return the logits of one block of a row and, computed while they are in flight, E' of each token."""
+    """Return the logits of one block of a row and the E' of each token, computed while the loads are in flight."""
     token_ids = tokens_of(block)
     return load_logits(row, token_ids, True), exponential(context.key, context.offset, token_ids, token_domain)
 
@@ -92,7 +93,7 @@ def sample_token(context, noise, inputs, workspace, sizes):
     statistics = load_target_statistics(context, workspace, sizes)
     token_domain = inputs.requests.token_domain
     if context.temperature > 0:
-        # The logits of a block are loaded while it is computed which block they are wanted of.
+        # The logits of the likely block are loaded while the selected block is computed.
         guessed = guess_block(statistics, noise.exponentials, base_2_scale(context.temperature))
         loaded = load_block(row, context, guessed, token_domain)
         p = combine(statistics, row, context.temperature, sizes)

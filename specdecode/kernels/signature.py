@@ -14,7 +14,7 @@ INTEGERS = {"stride": "i64", "count": "i32"}
 
 @dataclass(frozen=True)
 class Symbol:
-    """A field of a plan's bundle whose value each call has: a tensor or a number, as a Python expression."""
+    """A field of a plan's bundle whose value differs by call: a tensor or a number, as a Python expression."""
 
     expression: str
     dtype: torch.dtype | None = None  # of a tensor
@@ -34,7 +34,7 @@ def is_constant(kind: str, value: object) -> bool:
 
 
 def with_values(bundle: Any, values: dict[str, Any]) -> Any:
-    """Return a bundle for Triton's interpreter: with the values of its symbols, and constants marked as such."""
+    """Return a bundle for Triton's interpreter, with symbols replaced by values and constants wrapped as constexpr."""
     fields = []
     for field, (kind, _) in zip(bundle, kinds(bundle.__class__)):
         if kind == "bundle":
@@ -50,9 +50,9 @@ class Signature:
     """The types, constants and attributes that a kernel is compiled for.
 
     Attributes:
-        types: each parameter's type, bundles nested as the kernel has them.
+        types: the type of each parameter; bundles are nested as in the kernel.
         constants: the values of constants and of absent pointers, by their path.
-        attributes: what the compiler may rely on, by path: multiples of 16.
+        attributes: properties that the compiler may assume, by path: multiples of 16.
         num_arguments: the number of pointers and numbers that a launch passes.
     """
 
@@ -80,5 +80,5 @@ class Signature:
         return type(bundle)(*types)
 
     def key(self) -> tuple[object, ...]:
-        """Return the cache key: everything that compiled code depends on."""
+        """Return the cache key of the compiled code."""
         return str(self.types), tuple(self.constants.items()), tuple(self.attributes)

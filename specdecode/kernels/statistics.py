@@ -1,11 +1,11 @@
-"""The statistics of blocks in Triton: what remains of a logits row when it has been read once.
+"""The statistics of blocks in Triton: the summary of a logits row after reading it once.
 
 A block of `BLOCK_SIZE` logits is summarised by its maximum m and by s = sum exp((l - m) / T): 8 bytes for 2,048 of bfloat16.
-All that a method needs of a row follows from these pairs, but for single logits and for a few blocks, such as the one that a
-token is drawn from: those are read again. Greedy requests leave sums of 0.
+Methods need only these pairs, some single logits, and a few blocks that are read again, such as the block that a token is
+drawn from. The sums of greedy requests are 0.
 
-Nothing is done about NaN and infinities here: they make the statistics of their block non-finite, and
-`distribution.recompute_nonfinite` computes those again, when they are combined.
+NaN and infinities are not handled here: they make the statistics of their block non-finite, and
+`distribution.recompute_nonfinite` computes these statistics again when they are combined.
 """
 
 import triton
@@ -29,7 +29,7 @@ def block_statistics(parts, temperature, INTEGER_MAX: tl.constexpr):
 
 @triton.jit
 def block_statistics_and_raw(parts, temperature, INTEGER_MAX: tl.constexpr):
-    """Return the same, and the sums at temperature 1, which are computed together."""
+    """Return each block's maximum, its sum of exponentials, and its sum at temperature 1, computed in one pass."""
     block_max = largest_logits(parts, INTEGER_MAX)
     if (temperature > 0) & (temperature != 1):
         sumexp, raw = sums_of_exponentials(parts, block_max, (base_2_scale(temperature), LOG2_E))
@@ -53,7 +53,7 @@ def maxima_of_parts(parts):
 
 @triton.jit
 def lane_maxima(parts):
-    """Return the largest logit of what each thread of a warp has loaded of a block, [BLOCKS, WARP], given the parts."""
+    """Return the largest logit that each thread of a warp has loaded of a block, [BLOCKS, WARP], given the parts."""
     maxima = maxima_of_parts(parts)
     return tl.max(tl.reshape(maxima, [maxima.shape[0], WARP, maxima.shape[1] // WARP]), 2)
 
@@ -63,7 +63,7 @@ def largest_logits(parts, INTEGER_MAX: tl.constexpr):
     """Return the maximum of each block, given its parts."""
     maxima = maxima_of_parts(parts)
     if INTEGER_MAX:
-        # One instruction for each comparison instead of five; whatever it makes of NaN is non-finite or ignored.
+        # One instruction for each comparison instead of five; a NaN becomes non-finite or is ignored.
         return in_order(tl.max(in_order(maxima.to(tl.int32, bitcast=True)), 1)).to(tl.float32, bitcast=True)
     else:
         return tl.max(maxima, 1)
@@ -92,9 +92,9 @@ def sums_of_exponentials(parts, block_max, scales):
 
 @triton.jit
 def sum_blocks(weights):
-    """Return the sums of [BLOCKS, BLOCK_N] weights over the lanes: of pairs of neighbours, of pairs of these, and so on.
+    """Return the sums of [BLOCKS, BLOCK_N] weights over the lanes, as a tree: pairs of neighbours, pairs of sums, ...
 
-    The order is the same however the compiler distributes the lanes over threads, which depends on how a row lies in memory.
+    So the order does not depend on how the compiler distributes lanes over threads, which differs by the row's layout.
     The weights are a tuple: one tensor, or two [BLOCKS, BLOCK_N // 2], of even and of odd lanes.
     """
     sums = weights[0] if len(weights) == 1 else weights[0] + weights[1]
@@ -146,7 +146,7 @@ def maxima_at(workspace, index, sizes):
 def store_statistics(
     pointer, maxima_ptr, parts, first, temperature, sizes, BLOCKS: tl.constexpr, INTEGER_MAX: tl.constexpr
 ):
-    """Store the statistics of `BLOCKS` consecutive blocks of a row, given their parts; and their group maxima, if wanted."""
+    """Store the statistics of `BLOCKS` consecutive blocks of a row, and their lane maxima if wanted, given their parts."""
     store_maxima(maxima_ptr, parts, first, sizes, BLOCKS)
     block_max, sumexp = block_statistics(parts, temperature, INTEGER_MAX)
     store_both(pointer, block_max, sumexp, first, sizes, BLOCKS)
@@ -154,7 +154,7 @@ def store_statistics(
 
 @triton.jit
 def store_statistics_and_raw(pointer, raw_pointer, maxima_ptr, parts, first, temperature, sizes, config):
-    """Store the statistics of a program's blocks; and at temperature 1, if they are others, or kept in any case."""
+    """Store the statistics of a program's blocks, and the raw statistics if they differ or are always kept."""
     store_maxima(maxima_ptr, parts, first, sizes, config.BLOCKS)
     block_max, sumexp, raw = block_statistics_and_raw(parts, temperature, config.INTEGER_MAX)
     store_both(pointer, block_max, sumexp, first, sizes, config.BLOCKS)
@@ -165,8 +165,8 @@ def store_statistics_and_raw(pointer, raw_pointer, maxima_ptr, parts, first, tem
 @triton.jit
 def store_both(pointer, block_max, sumexp, first, sizes, BLOCKS: tl.constexpr):
     """Store the maxima and the sums of consecutive blocks."""
-    # Each warp has a block, and its first lane stores. As a [BLOCKS] vector the numbers would first move between warps, for
-    # which all of them would have to wait for each other.
+    # Each warp has a block, and its first lane stores. A [BLOCKS] vector would first move between warps, which needs a
+    # barrier.
     blocks, lanes = first + tl.arange(0, BLOCKS)[:, None], tl.arange(0, WARP)[None, :]
     pointers = pointer + blocks * 2 + lanes
     wanted = (blocks < sizes.num_blocks) & (lanes == 0)
@@ -176,7 +176,7 @@ def store_both(pointer, block_max, sumexp, first, sizes, BLOCKS: tl.constexpr):
 
 @triton.jit
 def store_maxima(pointer, parts, first, sizes, BLOCKS: tl.constexpr):
-    """Store the group maxima of consecutive blocks, if they are wanted."""
+    """Store the lane maxima of consecutive blocks, if they are wanted."""
     if pointer is not None:
         blocks, lanes = first + tl.arange(0, BLOCKS)[:, None], tl.arange(0, WARP)[None, :]
         tl.store(pointer + blocks * WARP + lanes, lane_maxima(parts), mask=blocks < sizes.num_blocks)

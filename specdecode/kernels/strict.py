@@ -2,8 +2,8 @@
 
     y = argmax log p(v) + G(v), drawn in two levels as in `selection`        the draft x is accepted iff x = y
 
-So the token after a rejection is y, which is drawn before that is known. A decision reads a row's statistics, 8 bytes for
-each block of 1,024, and 2 KB (bfloat16) of one block, if it has to.
+So the token after a rejection is y, drawn before the decision. A decision reads a row's statistics, 8 bytes for each
+block of 1,024, and at most one block again, 2 KB of bfloat16.
 """
 
 import triton
@@ -18,7 +18,7 @@ from specdecode.kernels.synthetic import is_scheduled
 
 @triton.jit
 def decide_while_reading(context, noise, inputs, workspace, sizes):
-    """Return (whether the draft is y, the row's normalizer, the draft); y is drawn only as far as that takes."""
+    """Return (is the draft y, the row's normalizer, the draft); y itself is drawn only if its block is the draft's."""
     row, p = target_distribution(context, inputs, workspace, sizes)
     if inputs.drafts.rates_ptr is not None:
         accepted = is_scheduled(context, noise.uniform, inputs.drafts)

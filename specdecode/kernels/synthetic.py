@@ -1,4 +1,4 @@
-"""Synthetic acceptance in Triton: a real method's work, its decisions replaced by scheduled ones."""
+"""Synthetic acceptance in Triton: the work of a real method, with scheduled decisions."""
 
 import torch
 import triton
@@ -20,9 +20,9 @@ _rates: dict[tuple[object, ...], Tensor] = {}
 def conditional_rates(schedule: AcceptanceSchedule, device: torch.device) -> Tensor:
     """Return a schedule's conditional rates on a device, [num_draft_tokens] float32.
 
-    The first call of a schedule waits until they are there: then any stream may use them. They are kept for good, for
-    graphs may hold them. While a graph is captured nothing can be waited for, so kernels fill them at each replay, unless a
-    call or a warm-up came before.
+    The first call of a schedule waits until the copy is complete, so that any stream may use it. The tensor is never
+    freed, because graphs may hold its address. During capture a wait is impossible, so kernels fill the tensor at each
+    replay, unless a call or a warm-up came before.
     """
     key = schedule.conditional_rates, device
     if key not in _rates:

@@ -1,6 +1,6 @@
-"""The values that functions of kernels pass to each other, as named tuples.
+"""The values that device functions pass to each other, as named tuples.
 
-How a row is read depends on which parts it has. Functions that differ by that are compiled for each kind of row.
+The code that reads a row depends on the row's parts, so it is compiled for each combination of parts.
 """
 
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ class Row(NamedTuple):
     stride_token: Any
     vocab_size: Any
     cutoff: Any  # `Cutoff`: logits beyond it are read as -inf
-    draft_ids: Any  # `DraftIds`: of a draft row over a vocabulary of its own, which is read by the target's tokens
+    draft_ids: Any  # `DraftIds` of a draft row over its own vocabulary that is read by the target's tokens
     adjustments: Any  # `RowAdjustments` of a target row, or ()
 
 
 class Cutoff(NamedTuple):
-    """The last token that is kept of a truncated row."""
+    """The last kept token of a truncated row."""
 
     logit: Any
     token: Any
@@ -33,7 +33,7 @@ class DraftIds(NamedTuple):
     """The draft's id of each token of the target, see `vocabulary`."""
 
     ptr: Any
-    vocab_size: Any  # of the target
+    vocab_size: Any  # the target's vocabulary size
 
 
 class Tokens(NamedTuple):
@@ -41,9 +41,9 @@ class Tokens(NamedTuple):
 
     ids: Any
     inside: Any  # whether the row has them
-    octets: Any  # of whole blocks: the bytes of a mask that the tokens are in, [BLOCKS, BLOCK_N // 8]; or ()
-    quads: Any  # of whole blocks: the first four of each eight tokens, [BLOCKS, BLOCK_N // 2]
-    end: Any  # where the row's tokens end, if there are octets
+    octets: Any  # of whole blocks: the index of the mask byte of eight tokens, [BLOCKS, BLOCK_N // 8]; or ()
+    quads: Any  # of whole blocks: the first four of every eight tokens, [BLOCKS, BLOCK_N // 2]
+    end: Any  # the vocabulary size, if there are octets
 
 
 class Loaded(NamedTuple):
@@ -60,7 +60,7 @@ class RowAdjustments(NamedTuple):
     biases: Any  # `Biases`
     penalties: Any  # `Penalties`
     allowed: Any  # a pointer to the row of a mask
-    before: Any  # where the step's drafts before the row are, see `load_drafts`; () without penalties
+    before: Any  # the location of the step's drafts before the row, see `load_drafts`; () without penalties
     drafts: Any  # their ids, [MAX_DRAFTS], -1 for none
 
 
@@ -81,29 +81,29 @@ class Penalties(NamedTuple):
     frequency: Any
     presence: Any
     prompt: Any  # a pointer to a mask
-    counts: Any  # a pointer to how often each token was emitted before the step
+    counts: Any  # a pointer to the output count of each token before the step
 
 
 @triton.constexpr_function
 def exists(part):
-    """Return, at compile time, whether there is a part that may be (), such as a row's cutoff."""
+    """Return, at compile time, whether a part is present (not ()), such as a row's cutoff."""
     return len(part) > 0
 
 
 @triton.constexpr_function
 def ordinal_shift(dtype, adjustments):
-    """Return the number of bits by which keys can be shifted at compile time: different logits keep different keys."""
+    """Return, at compile time, the number of low bits that keys can drop: different logits keep different keys."""
     return 0 if len(adjustments) > 0 else {"bf16": 16, "fp16": 13}.get(dtype.name, 0)
 
 
 class RequestIndex(NamedTuple):
-    """The indices of a request's rows and values, which are all the same unless the call is packed."""
+    """The indices of a request's rows and values; all are equal unless the call is packed."""
 
     index: Any  # int64: of its output, its positions and its workspace
     row: Any  # int64: of its target rows and draft tokens
     slot: Any  # int64: of its draft rows and of its values in `Requests` and `Limits`
-    num_drafts: Any  # at most: some of its ids may be no tokens
-    vocab_size: Any  # of its target rows: 0 if it has none
+    num_drafts: Any  # an upper bound: some ids may not be tokens
+    vocab_size: Any  # of its target rows; 0 if it has no rows
 
 
 class RowContext(NamedTuple):
@@ -117,7 +117,7 @@ class RowContext(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Random numbers of a context, which do not depend on logits: computed while loads are in flight."""
+    """Random numbers of a context. They do not depend on logits, so they are computed while loads are in flight."""
 
     uniform: Any  # of the accept decision
     exponentials: Any  # [MAX_BLOCKS] one for each block
@@ -143,7 +143,7 @@ class Summary(NamedTuple):
 
 
 class WeighedRow(NamedTuple):
-    """A row with what its tokens weigh: exp2((l - row_max) * scale)."""
+    """A row and its tokens' weights exp2((l - row_max) * scale)."""
 
     row: Any
     row_max: Any
@@ -152,7 +152,7 @@ class WeighedRow(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """A row's part of log-probabilities, (l - row_max) / T - log_sum; of a point mass only its token."""
+    """The parameters of log p = (l - row_max) / T - log_sum; of a point mass only its token is used."""
 
     row_max: Any
     log_sum: Any
@@ -160,7 +160,7 @@ class Normalizer(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """The numbers that give max(0, p - q) from the logits of both rows; in block verification max(0, p - q / c)."""
+    """The parameters of max(0, p - q), given the logits of both rows; in block verification of max(0, p - q / c)."""
 
     row_max: Any  # of p
     draft_max: Any  # of q
@@ -169,7 +169,7 @@ class Residual(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The terms that decide about a draft x, and the residual that is drawn from if it is rejected."""
+    """The terms that decide about a draft x, and the residual to draw from after a rejection."""
 
     log_p: Any  # of x
     log_q: Any

@@ -1,10 +1,10 @@
-"""Draft rows over a vocabulary of their own, in Triton: read as they are, and found by the target's tokens.
+"""Draft rows over their own vocabulary, in Triton: reading by draft ids, and lookup by target tokens.
 
-A draft row is read, summarised and truncated by its own ids, in their order. Where p and q meet, token by token, q(v) is
-looked up: a map has the draft's id of each token v of the target, and what the draft lacks reads as -inf.
+A draft row is read, summarised and truncated by its own ids, in their order. Where p and q are compared token by token,
+q(v) is looked up: a map has the draft's id of each target token v, and tokens that the draft lacks read as -inf.
 
-`map_kernel` makes that map anew in each call, because the ids may have changed in memory, as before the next replay of a
-graph. The launch that reads logits runs beside it.
+`map_kernel` computes the map in each call, because the ids may have changed in memory, for example before the next replay
+of a graph. It overlaps with the launch that reads logits.
 """
 
 import triton
@@ -14,22 +14,22 @@ from specdecode.kernels.launch import admit_next_launch
 from specdecode.kernels.values import DraftIds, Row
 
 NO_ID = tl.constexpr(2**31 - 1)
-"""Instead of an id of the draft where it lacks a token, and of a token where an id is none. It is larger than any id: so a
-load by it is masked, and of several ids of a token the first is the least."""
+"""Stands for a missing draft id, or a missing token. It is larger than any id, so loads by it are masked, and a minimum
+over several ids of a token gives the first."""
 
 SPAN = tl.constexpr(4096)
-"""Tokens of the target whose ids a program finds."""
+"""The number of target tokens whose ids a program finds."""
 
 IDS = tl.constexpr(8192)
-"""Ids that it looks through at once."""
+"""Ids that a program compares at once."""
 
 
 @triton.jit
 def map_kernel(inputs, workspace, sizes, config):
     """Store the draft's id of each of `SPAN` tokens of the target.
 
-    Of equal ids the first counts; an id outside the target's vocabulary is ignored. A program scans all ids for its own
-    tokens, and clears its own entries first: this saves a launch that clears them.
+    Of equal ids the first counts; ids outside the target's vocabulary are ignored. A program scans all ids for its own
+    tokens, and clears its own entries first, which saves a separate launch.
     """
     admit_next_launch(config.OVERLAPS)
     vocabulary, draft_ids_ptr = inputs.draft_vocabulary, workspace.draft_ids_ptr
@@ -37,7 +37,7 @@ def map_kernel(inputs, workspace, sizes, config):
     end = tl.minimum(first + SPAN, sizes.vocab_size)
     mine = first + tl.arange(0, SPAN)
     tl.store(draft_ids_ptr + mine, tl.full([SPAN], NO_ID, tl.int32), mask=mine < end)
-    tl.debug_barrier()  # all threads have written, before one of them finds an id
+    tl.debug_barrier()  # all threads must have cleared before one of them finds an id
     for start in range(0, vocabulary.size, IDS):
         ids = start + tl.arange(0, IDS)
         tokens = tl.load(vocabulary.ids_ptr + ids, mask=ids < vocabulary.size, other=-1)
@@ -47,7 +47,7 @@ def map_kernel(inputs, workspace, sizes, config):
 
 @triton.jit
 def by_target(row, workspace, sizes):
-    """Return a draft row as it is read by the target's tokens."""
+    """Return a draft row that is indexed by the target's tokens."""
     if workspace.draft_ids_ptr is None:
         return row
     else:
@@ -57,14 +57,14 @@ def by_target(row, workspace, sizes):
 
 @triton.jit
 def draft_ids_of(draft_ids, token_ids, wanted):
-    """Return the draft's ids of some tokens of the target, `NO_ID` for those that it lacks and for negative ones."""
+    """Return the draft's ids of target tokens; `NO_ID` for tokens that the draft lacks, and for negative ones."""
     inside = tl.where(wanted, (token_ids >= 0) & (token_ids < draft_ids.vocab_size), False)
     return tl.load(draft_ids.ptr + token_ids, mask=inside, other=NO_ID)
 
 
 @triton.jit
 def token_of(draft_id, inputs, workspace, sizes):
-    """Return the target's token that an id of the draft stands for, `NO_ID` if it is none; a negative id unchanged."""
+    """Return the target token of a draft id, `NO_ID` if there is none; negative ids are unchanged."""
     if workspace.draft_ids_ptr is None:
         return draft_id
     else:

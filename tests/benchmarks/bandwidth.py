@@ -1,4 +1,4 @@
-"""Time on a GPU: calls replayed from a graph, and how fast its memory can be read."""
+"""Time on a GPU: calls replayed from a graph, and the read bandwidth of its memory."""
 
 import time
 from collections.abc import Callable
@@ -12,14 +12,14 @@ try:
 
     from specdecode.kernels.arguments import Constant, Pointer
     from specdecode.kernels.launch import Part, Plan, admit_next_launch, await_launch, can_overlap
-except ImportError:  # then nothing here is called: this module is only collected
+except ImportError:  # without Triton this module is only collected
     triton = None
 
 CALLS, REPLAYS, WARM_UP_SECONDS = 10, 15, 0.03
 
 
 class Recording:
-    """Calls of a function captured in one CUDA graph, and the time that one takes on the device."""
+    """Calls of a function captured in one CUDA graph, and the time of one call on the device."""
 
     def __init__(self, call: Callable[[], Any], calls: int = CALLS) -> None:
         stream = torch.cuda.Stream()
@@ -37,14 +37,14 @@ class Recording:
         self.warm_up()
 
     def warm_up(self) -> None:
-        """Replay for a while: after a pause a GPU is slower at first."""
+        """Replay for a while: after a pause a GPU is slow at first."""
         until = time.perf_counter() + WARM_UP_SECONDS
         self.replay()
         while time.perf_counter() < until:
             self.replay()
 
     def replay(self) -> None:
-        """Replay the graph, wait, and note the time of one call."""
+        """Replay the graph, wait, and record the time of one call."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         self.graph.replay()
@@ -53,7 +53,7 @@ class Recording:
         self.microseconds.append(1000 * start.elapsed_time(end) / self.calls)
 
     def settle(self) -> None:
-        """Replay again, twice at most, while something disturbs the GPU: the quartiles differ by more than a tenth."""
+        """Replay again, at most twice, while the quartiles differ by more than a tenth, a sign of disturbance."""
         for _ in range(2):
             times = self.device_us()
             if times["iqr"] <= times["median"] / 10:
@@ -67,7 +67,7 @@ class Recording:
 
 
 def median_us(call: Callable[[], Any]) -> float:
-    """Return the median microseconds that one call takes on the device."""
+    """Return the median microseconds of one call on the device."""
     recording = Recording(call)
     for _ in range(REPLAYS):
         recording.replay()
@@ -99,26 +99,26 @@ if triton is not None:
         tl.store(out_ptr + tl.program_id(0), tl.max(largest, 0))
 
     class Nothing(NamedTuple):
-        """What a kernel receives that does nothing."""
+        """The arguments of a kernel without work."""
 
         ptr: Pointer
         OVERLAPS: Constant
 
     @triton.jit
     def nothing_kernel(nothing):
-        """Do nothing, once the launch before has ended."""
+        """Do nothing, after the previous launch has ended."""
         await_launch(nothing.OVERLAPS)
         admit_next_launch(nothing.OVERLAPS)
 
     @triton.jit
     def is_last_unpublished(count_ptr, programs):
-        """Count a program in as `first_rejected.is_last` does, but do not wait until what it wrote can be seen."""
+        """Count a program like `first_rejected.is_last`, but without waiting until its writes are visible."""
         tl.debug_barrier()
         return tl.atomic_add(count_ptr, 1, sem="relaxed") == programs - 1
 
 
 def do_nothing(launches: int) -> Callable[[], list[torch.Tensor]]:
-    """Return a function that allocates what a verification step of one request does, and launches kernels without work."""
+    """Return a function that allocates the memory of a step of one request, and launches kernels without work."""
     device = torch.device("cuda", torch.cuda.current_device())
     plan = Plan(device, {}, {"memory": Part(torch.int32, "8192")})
     for launch in range(launches):
@@ -139,7 +139,7 @@ def do_nothing(launches: int) -> Callable[[], list[torch.Tensor]]:
 
 
 def read_bandwidth(elements: int = 2**30) -> float:
-    """Return the most bytes per second that a kernel read which does little else, of a multiple of 65,536 elements."""
+    """Return the largest read bandwidth of a reduction kernel, in bytes per second, over a multiple of 65,536 elements."""
     data = torch.empty(elements, dtype=torch.bfloat16, device="cuda").normal_()
     largest, times = data.max(), []
     for tile, warps in ((2048, 4), (4096, 4), (8192, 8)):

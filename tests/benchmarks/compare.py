@@ -1,10 +1,10 @@
 """Compare checkouts on a GPU, cell by cell, interleaved: `python tests/benchmarks/compare.py BASE CHANGED`.
 
-Each checkout runs in a process of its own, so that both can be timed in turns on one GPU: a change of the GPU's
-clock or of the load on the host then affects both. A cell is a method, a shape, a temperature, the size of the vocabulary,
-the kind of rows and their truncation. Its time is the median of replays of a graph of ten calls, the least of the rounds;
-its tokens must be the same in all checkouts. Rows are made by the code beside this file for all checkouts.
-Rows of SmolLM2, `--rows real --vocab 49152`, come from the file that SPECDECODE_ROWS names.
+Each checkout runs in its own process, so that both can be timed in turns on one GPU: a change of the GPU's clock or of
+the host's load then affects both. A cell is a method, a shape, a temperature, the size of the vocabulary, the kind of
+rows and their truncation. Its time is the median of replays of a graph of ten calls, the minimum over rounds; its tokens
+must be the same in all checkouts. Rows are made by the code beside this file for all checkouts. Rows of SmolLM2, `--rows
+real --vocab 49152`, come from the file that SPECDECODE_ROWS names.
 
     python tests/benchmarks/compare.py ../base . --methods prob,strict --shapes 1x3,256x7 --temperatures 0.7,1 --rounds 3
     python tests/benchmarks/compare.py ../base . --vocab 49152,151936 --truncations none,top_p=.95,top_k=20:top_p=.95
@@ -39,7 +39,7 @@ CALLS, REPLAYS = 10, 24
 
 
 class Worker:
-    """A process that works in one checkout, and answers a line with a line."""
+    """A process that runs one checkout, and answers each line with a line."""
 
     def __init__(self, checkout: str) -> None:
         command = [sys.executable, __file__, "--worker", checkout]
@@ -58,14 +58,14 @@ class Worker:
 
 
 def work(checkout: str) -> None:
-    """Answer what is asked on standard input: `compile CELL`, `tokens CELL`, `time CELL` or `stages CELL`."""
+    """Answer requests on standard input: `compile CELL`, `tokens CELL`, `time CELL` or `stages CELL`."""
     sys.path.insert(0, checkout)
     import specdecode
 
     assert Path(specdecode.__file__).is_relative_to(Path(checkout).resolve()), specdecode.__file__
     sys.path.insert(
         0, str(Path(__file__).resolve().parents[2])
-    )  # `tests` beside this file; `specdecode` stays the checkout's
+    )  # `tests` from this checkout; `specdecode` from the other
     answers = {"compile": tokens, "tokens": tokens, "time": lambda call: f"{microseconds(call):.3f}", "stages": stages}
     for line in sys.stdin:
         question, cell = line.split(maxsplit=1)
@@ -144,7 +144,7 @@ def microseconds(call: Callable[[], Any]) -> float:
 
 
 def stages(call: Callable[[], Any]) -> str:
-    """Return the time after each launch of a call; what is left out has no result."""
+    """Return the time after each launch of a call; omitted launches have no result."""
     from specdecode.kernels.launch import Plan
 
     plans: list[Any] = []
@@ -172,7 +172,7 @@ def cells(options: argparse.Namespace) -> list[str]:
 
 
 def compile_all(checkouts: list[str], options: argparse.Namespace) -> None:
-    """Compile what the cells need, into Triton's cache on disk."""
+    """Compile the kernels of the cells into Triton's cache on disk."""
 
     def compile_one(job: tuple[str, str, str]) -> None:
         checkout, method, truncation = job

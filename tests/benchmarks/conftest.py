@@ -1,4 +1,4 @@
-"""What `pytest --benchmark-only` runs and prints: first what it will measure, at the end one table."""
+"""The output of `pytest --benchmark-only`: first the benchmarks to run, at the end one table."""
 
 import json
 import time
@@ -15,7 +15,7 @@ TOP, MEASURED = pytest.StashKey[list[str]](), pytest.StashKey[list[dict]]()
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is no benchmark, and the benchmarks that cannot run here: one line says so instead of hundreds."""
+    """Deselect tests and the benchmarks that cannot run here: one line reports them instead of hundreds."""
     if not config.getoption("benchmark_only"):
         return
     benchmarks = [item for item in items if "benchmark" in getattr(item, "fixturenames", ())]
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def last_time(name: str) -> str:
-    """Say how long the run of a record took, if the record has it."""
+    """Return the duration of a record's run as text, if the record has it."""
     record = json.loads((RECORDS / f"{name}.json").read_text())
     if "seconds" not in record:
         return ""
@@ -49,7 +49,7 @@ def pytest_report_collectionfinish(config):
 
 @pytest.fixture(autouse=True)
 def measured(request):
-    """Keep what a benchmark has measured."""
+    """Keep the results of a benchmark."""
     benchmark = request.getfixturevalue("benchmark") if "benchmark" in request.fixturenames else None
     yield
     if benchmark is not None and benchmark.stats is not None:

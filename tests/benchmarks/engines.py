@@ -1,6 +1,6 @@
-"""vLLM's verification step and the adapter's, on the same inputs, with the host's work of both.
+"""vLLM's verification step and the adapter's, on the same inputs, including the host's work.
 
-vLLM's classes are its own; their constructors are bypassed, because they need an engine. What they hold is set here.
+vLLM's classes are the real ones; their constructors, which need an engine, are bypassed, and attributes are set here.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def vllm_call(
 
     Args:
         inputs: the logits.
-        provider: `"vllm"` or one of the methods that the adapter offers.
+        provider: `"vllm"` or a method of the adapter.
         with_draft_logits: whether vLLM has cached the draft logits, `draft_sample_method="probabilistic"`.
         truncation: top_k, top_p and min_p of every request.
     """
@@ -68,7 +68,7 @@ def vllm_call(
 
 
 def states(slots: int, vocab: int, temperature: float, device: torch.device, truncation: dict[str, float]) -> Any:
-    """Return vLLM's sampling states, the same for all requests but the seeds."""
+    """Return vLLM's sampling states, equal for all requests except the seeds."""
     from vllm.v1.worker.gpu.sample.states import SamplingStates
 
     def each(value: float, dtype: torch.dtype = torch.float32) -> Namespace:

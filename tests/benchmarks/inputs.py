@@ -14,11 +14,11 @@ from specdecode.drafting import DraftOutput
 from tests.benchmarks.realistic import draft_rows, load_rows, realistic_rows
 
 VOCAB = 151_936
-"""The default of `Inputs`. Functions take the size from the tensors that they get."""
+"""The default of `Inputs`. Functions take the size from their tensors."""
 
 
 def peaked_rows(*shape: int, vocab: int, generator: torch.Generator) -> Tensor:
-    """Make [*shape, vocab] float32 logits without structure: normal ones, and 64 tokens of each row raised above them."""
+    """Make [*shape, vocab] float32 logits without structure: normal, with 64 tokens of each row raised."""
     device = generator.device
     logits = torch.randn(*shape, vocab, generator=generator, device=device).mul_(2)
     peaks = torch.randint(0, vocab, (*shape, 64), generator=generator, device=device)
@@ -31,11 +31,11 @@ def flat_rows(*shape: int, vocab: int, generator: torch.Generator) -> Tensor:
 
 
 ROWS = {"realistic": realistic_rows, "peaked": peaked_rows, "flat": flat_rows}
-"""The kinds of rows that are made. One kind more, "real", is loaded: rows of SmolLM2."""
+"""The kinds of generated rows. One more kind, "real", is loaded: rows of SmolLM2."""
 
 
 class Inputs:
-    """One batch's logits: target rows, by default like a language model's, and draft rows near them."""
+    """The logits of one batch: target rows, by default realistic, and draft rows near them."""
 
     def __init__(
         self,
@@ -72,9 +72,10 @@ class Inputs:
 
 
 def with_draft_vocabulary(inputs: Inputs, size: int) -> tuple[Inputs, Tensor]:
-    """Return inputs whose draft rows have `size` of the tokens, and the sorted ids of these tokens; others are unlikely.
+    """Return inputs with draft rows over `size` of the tokens, and their sorted ids; other tokens are unlikely.
 
-    The target's logits of these tokens are raised by 12: realistic rows have single tokens that lead by more than 6.
+    The target's logits of these tokens are raised by 12, because realistic rows have single tokens that lead by more than
+    6.
     """
     device, vocab = inputs.target_logits.device, inputs.target_logits.shape[-1]
     chosen = torch.randperm(vocab, generator=torch.Generator(device).manual_seed(1), device=device)
@@ -86,31 +87,31 @@ def with_draft_vocabulary(inputs: Inputs, size: int) -> tuple[Inputs, Tensor]:
 
 
 def spread(rows: Tensor, ids: Tensor, vocab: int) -> Tensor:
-    """Return draft rows over some of the tokens as rows over all of them."""
+    """Return draft rows over some tokens as rows over all tokens."""
     return rows.new_full((*rows.shape[:-1], vocab), -torch.inf).index_copy_(-1, ids, rows)
 
 
 def describe(batch: int, num_draft_tokens: int, dtype: str, vocab: int = VOCAB) -> str:
-    """Name a shape, to group benchmarks by."""
+    """Return the name of a shape, for grouping benchmarks."""
     return f"{batch} request{'s' * (batch > 1)}, {num_draft_tokens} drafts, {vocab:,} tokens, {dtype}"
 
 
 def verification(
-    inputs: Inputs, sampler: RejectionSampler, draft: DraftOutput, one_hot: bool = False, **options: Any
+    inputs: Inputs, sampler: RejectionSampler, draft: DraftOutput, deterministic: bool = False, **options: Any
 ) -> Callable[[], SamplerOutput]:
-    """Return a call that verifies the drafts, without draft logits if they are one-hot; options go to the sampler."""
-    draft_logits = None if one_hot or sampler.method == "strict" else inputs.draft_logits
+    """Return a call that verifies the drafts; `deterministic` ones without draft logits. Options go to the sampler."""
+    draft_logits = None if deterministic or sampler.method == "strict" else inputs.draft_logits
     logits = inputs.target_logits, draft.token_ids, draft_logits
     return functools.partial(sampler, *logits, **{"temperature": inputs.temperature, "seeds": 0, **options})
 
 
 def packed_verification(
-    inputs: Inputs, sampler: RejectionSampler, draft: DraftOutput, one_hot: bool = False, **options: Any
+    inputs: Inputs, sampler: RejectionSampler, draft: DraftOutput, deterministic: bool = False, **options: Any
 ) -> Callable[[], SamplerOutput]:
-    """Return a packed call that verifies the drafts; all that is by slot is in the reverse order of the requests."""
+    """Return a packed call that verifies the drafts; tensors by slot are in the reverse order of the requests."""
     batch, num_rows, _ = inputs.target_logits.shape
     device = inputs.target_logits.device
-    draft_logits = None if one_hot or sampler.method == "strict" else inputs.draft_logits
+    draft_logits = None if deterministic or sampler.method == "strict" else inputs.draft_logits
     by_slot = {name: value.flip(0) if isinstance(value, Tensor) else value for name, value in options.items()}
     where = {name: options[name] for name in ("positions",) if name in options}
     call = functools.partial(

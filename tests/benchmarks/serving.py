@@ -1,19 +1,20 @@
-"""Serving by vLLM, its own verification and this package's in turn, in one engine: tokens a second, and where time goes.
+"""Serving by vLLM with its own verification and this package's in turn: tokens per second, and time by kernel.
 
 `python -m tests.benchmarks.serving` in the repository's root, with a GPU, vLLM and this package installed. It makes two
-random models that agree in part; `--target DIR --draft DIR` names others. `--record FILE.json` keeps the figures.
+random models that partly agree; `--target DIR --draft DIR` names others. `--record FILE.json` keeps the results.
 
 Prompts are random tokens. For real models `--text FILE ...` takes prompts from texts: pieces of 200 to 400 tokens, spread
 evenly over the texts, by the target's tokenizer. Acceptance depends on the prompt, so each cell has at least eight: a single
 request is replaced by the next one after an eighth of the steps. Requests do not stop at the end-of-sequence token.
 
-Rounds of one engine differ by more than the two verifications do. So they alternate within a round: a few steps with one, as
-many with the other, in the order ours, vLLM's, vLLM's, ours. The first steps after each change do not count. A pair is one
-stretch of each, side by side in time; the ratio's interval (95 %) is of the mean of the pairs' logarithms, by Student's t.
+Rounds of one engine differ by more than the two verifications do. So they alternate within a round: a few steps with one,
+the same number with the other, in the order ours, vLLM's, vLLM's, ours. The first steps after each change do not count. A
+pair is two adjacent stretches, one of each; the ratio's interval (95 %) is Student's t interval for the mean of the
+pairs' log-ratios.
 
-Over several GPUs (`--engine '{"tensor_parallel_size": 2}'`) vLLM gathers the logits of all requests on every GPU, or, with
-`--exchange batch-sharded`, each GPU gets its own requests'; both verifications have the same logits. Figures are of the
-GPU that verified in most steps, usually the first; `sample` is the head, all exchanges and `_verify`.
+Over several GPUs (`--engine '{"tensor_parallel_size": 2}'`) vLLM gathers the logits of all requests on every GPU; with
+`--exchange batch-sharded`, each GPU gets the logits of its own requests. Both verifications have the same logits. Results
+are of the GPU that verified in most steps, usually the first; `sample` is the head, all exchanges and `_verify`.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 STRETCH, SKIPPED = 6, 2
-"""Steps of one verification before the other's turn, and how many of them do not count."""
+"""The number of steps of one verification before the other's turn, and the number of these that do not count."""
 ORDER = "ours", "vllm", "vllm", "ours"
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -44,28 +45,28 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 DRAFTERS = "model", "n-gram"
 EXCHANGES = "default", "batch-sharded"
-"""How vLLM brings the logits of several GPUs together: as the engine is configured, or to each GPU its own requests'."""
+"""vLLM's exchange of logits between GPUs: as configured, or to each GPU the logits of its own requests."""
 PROMPT, PIECES, TEXTS = 32, (200, 400), 8
 """Tokens of a random prompt; smallest and largest number of tokens of a piece of text; fewest pieces in a cell."""
 
 
 class Measuring:
-    """Mixed into vLLM's worker, whose process it measures in."""
+    """Mixed into vLLM's worker, to measure in its process."""
 
     def begin_measuring(self, exchange: str, tokens: int, modes: list[str], stretch: int, profiled: bool) -> None:
-        """Measure steps in which so many tokens are fed: all requests decode, none is at its prompt."""
+        """Measure steps with this number of fed tokens, in which all requests decode and no prompt is processed."""
         runner = self.model_runner  # type: ignore[attr-defined]
         if not hasattr(self, "meter"):
             self.meter = Meter(runner)
         self.meter.begin(exchange, tokens, modes, stretch, profiled)
 
     def end_measuring(self) -> dict[str, Any]:
-        """Return the figures of each step that counts, times in microseconds; and what kernels took, if profiled."""
+        """Return the results of each step that counts, with times in microseconds; and the times of kernels, if profiled."""
         return self.meter.end()
 
 
 class Meter:
-    """Changes verifications as steps go by, and times them."""
+    """Switches verifications between steps, and times them."""
 
     def __init__(self, runner: Any) -> None:
         self.configured = runner.batch_sharder
@@ -128,7 +129,7 @@ class Meter:
         return result
 
     def timed(self, kind: Any) -> type:
-        """Return a class of a rejection sampler that notes the time of `_verify`, of the host and of the device."""
+        """Return a rejection sampler class that records the time of `_verify` on the host and on the device."""
         import torch
 
         def _verify(sampler: Any, *args: Any, **options: Any) -> Any:
@@ -200,7 +201,7 @@ class Meter:
 
 
 def sharder_of(runner: Any) -> Any:
-    """Return the `BatchSharder` that brings each GPU the logits of its own requests."""
+    """Return the `BatchSharder` that gives each GPU the logits of its own requests."""
     from vllm.v1.worker.gpu.sample.batch_shard import BatchSharder
 
     return BatchSharder(runner.max_num_reqs, runner.decode_query_len, runner.device, False)
@@ -233,7 +234,7 @@ def random_models(folder: Path, vocab: int, hidden: int, layers: int) -> tuple[P
 
 
 def engine_of(options: argparse.Namespace, drafter: str) -> Any:
-    """Return a vLLM engine, in a process of its own as it serves, whose worker measures."""
+    """Return a vLLM engine in a separate process, as in serving, with a worker that measures."""
     from vllm import LLM
 
     speculative: dict[str, Any] = {"num_speculative_tokens": options.k}
@@ -263,7 +264,7 @@ def engine_of(options: argparse.Namespace, drafter: str) -> Any:
 
 
 def serve(engine: Any, prompts: list[list[int]], sampling: dict[str, Any], steps: int) -> None:
-    """Serve requests for so many steps, then abort them."""
+    """Serve requests for a number of steps, then abort them."""
     from vllm import SamplingParams
 
     most = engine.model_config.max_model_len
@@ -281,7 +282,7 @@ def serve(engine: Any, prompts: list[list[int]], sampling: dict[str, Any], steps
 def measured(
     engine: Any, batches: list[list[list[int]]], sampling: dict[str, Any], steps: int, *how: Any
 ) -> dict[str, Any]:
-    """Return the figures of so many steps, which are divided equally among the batches."""
+    """Return the results of a number of steps, divided equally among the batches."""
     engine.collective_rpc("begin_measuring", args=how)
     for prompts in batches:
         serve(engine, prompts, sampling, steps // len(batches))
@@ -290,7 +291,7 @@ def measured(
 
 
 def tokens_of(files: list[Path], model: Path) -> list[int]:
-    """Return the tokens of texts, one text after another, by a model's tokenizer."""
+    """Return the concatenated tokens of texts, by a model's tokenizer."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -298,7 +299,7 @@ def tokens_of(files: list[Path], model: Path) -> list[int]:
 
 
 def batches_of(requests: int, text: list[int]) -> list[list[list[int]]]:
-    """Return batches of prompts, a prompt for each request: one batch of random tokens, or `TEXTS` or more pieces of a text.
+    """Return batches of prompts, one for each request: one batch of random tokens, or at least `TEXTS` pieces of a text.
 
     >>> [[len(prompt) for prompt in prompts] for prompts in batches_of(2, [])]
     [[32, 32]]
@@ -340,17 +341,17 @@ def measured_cells(options: argparse.Namespace, drafter: str) -> list[dict[str, 
         if options.raw is not None:
             with options.raw.open("a") as file:
                 file.write(json.dumps(cell | {"steps": result["steps"]}) + "\n")
-    engine.llm_engine.engine_core.shutdown()  # else its process is waited for
+    engine.llm_engine.engine_core.shutdown()  # otherwise its process is waited for
     return cells
 
 
 def compared(steps: list[dict[str, Any]], peer: str = "vllm", requests: int | None = None) -> dict[str, Any]:
-    """Return the medians of each verification's steps, and the ratio of tokens a second, ours to a peer's, and its interval.
+    """Return the medians of each verification's steps, and the ratio of tokens per second to a peer's, with its interval.
 
     Args:
-        steps: figures.
+        steps: the results of steps.
         peer: the other verification's name.
-        requests: of a step; None: those that the figures have, which batch-sharded are of one GPU alone.
+        requests: requests of a step; None: as in the results, which count only one GPU's requests if batch-sharded.
 
     >>> def step(stretch, mode, us):
     ...     return {"stretch": stretch, "mode": mode, "step_us": us, "emitted": 6, "requests": 2}
@@ -419,7 +420,7 @@ HEADING = """vLLM / ours, step in ms, `sample` and `_verify` in us (host: median
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the configuration that the figures depend on: versions, GPU, models."""
+    """Return the configuration of the results: versions, GPU, models."""
     import torch
     import triton
     import vllm

@@ -2,20 +2,20 @@
 
     torchrun --nproc-per-node=2 -m tests.benchmarks.shards --shapes 1x3 256x3 --json shards.json
 
-measures on the GPUs through NCCL if there are enough of them, else on CPUs through gloo. The inputs are the other
-benchmarks'. The ways to verify:
+measures on the GPUs through NCCL if there are enough of them, otherwise on CPUs through gloo. The inputs are the same as
+in other benchmarks. The ways to verify:
 
-* *one GPU*: all rows are there, and nothing is exchanged;
-* *gather*: all-gather the shards, put them side by side, and verify all requests on every rank, as engines do by default;
+* *one GPU*: it has all rows, and nothing is exchanged;
+* *gather*: all-gather and concatenate the shards, and verify all requests on every rank, as engines do by default;
 * *exchange*: [`VocabShard`][specdecode.VocabShard], an all-to-all of rows and an all-gather of results.
 
 Both are measured twice where there are draft logits: with the rank's columns of draft rows, and with *whole draft rows* on
-every rank, as in vLLM, which gathers draft logits as it drafts. That exchange is not in the time.
+every rank, as in vLLM, which gathers draft logits as it drafts. The time of that gather is not included.
 
 A time is for one step. On a GPU it comes from a CUDA graph of ten steps that is replayed twice without a pause: events
-measure the second replay, so that no rank waits for another's start. It is the median of the rounds on the slowest rank. On
-CPUs it is the host's time of one step. All outputs must equal one GPU's bit for bit, on every rank and in a replayed
-graph, or the program fails.
+measure the second replay, so that no rank waits for another's start. The median of rounds on the slowest rank counts. On
+CPUs it is the host's time of one step. The program fails unless all outputs equal one GPU's bit for bit, on every rank
+and in a replayed graph.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from tests.benchmarks.inputs import Inputs
 from tests.support.sharded_calls import differences
 
 STEPS = 10
-METHODS = {  # name: method, with draft logits, with their logsumexp, temperature if not the given one
+METHODS = {  # name: method, with draft logits, with their logsumexp, temperature if fixed
     "probabilistic": ("probabilistic", True, False, None),
     "probabilistic with draft_logsumexp": ("probabilistic", True, True, None),
     "block": ("block", True, False, None),
@@ -49,7 +49,7 @@ ONE, GATHER, EXCHANGE, WHOLE = "one GPU", "gather", "exchange", ", whole draft r
 
 
 def captured(step: Callable, steps: int) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Return a graph of some steps, and the output that the last of them writes."""
+    """Return a graph of some steps, and the output of the last step."""
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -87,7 +87,7 @@ def times_on_host(step: Callable, rounds: int) -> list[float]:
 
 
 def median_time(step: Callable, device: torch.device, rounds: int) -> float:
-    """Return the median of milliseconds of a step, the largest of all ranks'."""
+    """Return the median milliseconds of a step, the maximum over ranks."""
     for _ in range(3):
         step()
     times = (times_on_gpu if device.type == "cuda" else times_on_host)(step, rounds)
@@ -117,7 +117,7 @@ class Case:
         self.shard = VocabShard(None, local * rank, vocab)
 
     def ways(self, name: str) -> dict[str, Callable]:
-        """Return the ways to verify by a method: the first is what the others are compared with."""
+        """Return the ways to verify by a method; the others are compared with the first."""
         method, draws, has_logsumexp, temperature = METHODS[name]
         truncation = {"top_k": self.options.top_k, "top_p": self.options.top_p}
         temperature = self.options.temperature if temperature is None else temperature

@@ -1,7 +1,7 @@
-"""What penalties, biases and masks cost beside the plain call, and beside a copy of the rows that is adjusted before it.
+"""The cost of penalties, biases and masks, compared with the plain call and with an adjusted copy of the rows.
 
-`pytest --benchmark-only tests/benchmarks/test_adjustments.py`. Times are taken as in `test_gpu`. Of the counts and masks of
-a request, 4 bytes and a bit a token, all rows share the first and each row of a mask is read once: `bytes` are these alone.
+`pytest --benchmark-only tests/benchmarks/test_adjustments.py`. Times are taken as in `test_gpu`. `bytes` counts only
+counts and masks: 4 bytes per token, shared by all rows of a request, and 1 bit per token for each row of a mask.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def adjustments_of(kind: str, inputs: Inputs) -> Adjustments | None:
 
 
 def with_a_copy(method: str, inputs: Inputs, adjustments: Adjustments) -> Callable[[], Any]:
-    """Return a call of the kernels with rows that PyTorch has adjusted in a float32 copy."""
+    """Return a call of the kernels with rows adjusted by PyTorch in a float32 copy."""
     token_ids = inputs.drafts(method).token_ids
     batch, rows, _ = shape = inputs.target_logits.shape
     requests, offsets = torch.arange(batch, device="cuda"), torch.arange(rows, device="cuda")

@@ -1,9 +1,9 @@
 """Speed on a GPU: `pytest --benchmark-only tests/benchmarks/test_gpu.py`.
 
-Every provider gets raw logits and returns tokens. The time of one call on the device is `device_us`, in the table at the end
-and in the JSON that `--benchmark-json` writes, from which `record.py` makes a record. It comes from replays of a CUDA graph
-of ten calls. (pytest-benchmark's own numbers are the time that the host needs for such a replay.) All calls of a graph read
-the same logits, so the logits of small batches are in the GPU's cache.
+Every provider takes raw logits and returns tokens. The time of one call on the device is `device_us`, in the table at the
+end and in the JSON of `--benchmark-json`, from which `record.py` makes a record. It comes from replays of a CUDA graph of
+ten calls. (pytest-benchmark's own numbers are the host time of such a replay.) All calls of a graph read the same logits,
+so the logits of small batches are in the GPU's cache.
 """
 
 import functools
@@ -39,12 +39,12 @@ ROW_NAMES = {
 }
 """The names of the kinds of rows in groups."""
 DEFAULT_ROWS = os.environ.get("SPECDECODE_DEFAULT_ROWS", "realistic")
-"""The kind of rows unless a benchmark chooses; a run with "peaked" can be put beside a usual one."""
+"""The default kind of rows; a run with "peaked" can be compared with a usual one."""
 SMALL = 49_152  # SmolLM2's vocabulary
 
 
 class Shape(NamedTuple):
-    """What a batch of inputs is made of."""
+    """The shape of a batch of inputs."""
 
     batch: int
     num_draft_tokens: int
@@ -60,7 +60,7 @@ class Shape(NamedTuple):
 
 
 def cases():
-    """Yield shapes and providers, ordered by shape: the providers of one shape share its inputs."""
+    """Yield shapes and providers, ordered by shape, so that providers share the inputs of a shape."""
     for batch, num_draft_tokens in ((1, 3), (8, 3), (32, 3), (128, 3), (256, 3), (256, 7)):
         for temperature in (0.7, 1.0, 0.0):
             providers = ["triton greedy"] if temperature == 0 else list(FAST)
@@ -75,7 +75,7 @@ def cases():
 
 
 def case(shape: Shape, provider: str):
-    """Return a test's parameters. Warnings of code that is not this package's are allowed."""
+    """Return the parameters of a test. Warnings of other packages' code are allowed."""
     marks = () if isinstance(PROVIDERS[provider], Verifier) else pytest.mark.filterwarnings("default")
     return pytest.param(shape, provider, marks=marks, id="-".join(map(str, (*shape, provider))))
 
@@ -91,7 +91,7 @@ def inputs(request) -> Inputs:
 
 @pytest.fixture(scope="session")
 def bytes_per_second() -> float:
-    """Measure how fast this GPU's memory can be read."""
+    """Return the measured read bandwidth of this GPU's memory."""
     return read_bandwidth()
 
 
@@ -117,7 +117,7 @@ def environment(bytes_per_second) -> dict[str, Any]:
 
 @pytest.fixture
 def recording(inputs, provider) -> Recording:
-    """The calls to replay. What is not of this package may be missing or fail; then there is nothing to compare with."""
+    """The calls to replay. Providers of other packages may be missing or fail; then the benchmark is skipped."""
     try:
         return Recording(PROVIDERS[provider](inputs))
     except Exception as error:
@@ -129,7 +129,7 @@ def recording(inputs, provider) -> Recording:
 def check(inputs: Inputs, verifier: Verifier, output: SamplerOutput, truncation: dict[str, Any] | None = None) -> None:
     """Compare a call's result with the eager backend's: no time is reported for wrong tokens."""
     check_token_ids(output.token_ids, inputs)
-    expected = Verifier(verifier.method, "eager", one_hot=verifier.one_hot)(inputs, truncation=truncation)()
+    expected = Verifier(verifier.method, "eager", deterministic=verifier.deterministic)(inputs, truncation=truncation)()
     assert output.token_ids.shape == expected.token_ids.shape
     assert (output.num_accepted == expected.num_accepted).double().mean() >= 0.98
 
@@ -148,7 +148,7 @@ def measure(benchmark, recording: Recording) -> float:
 
 
 def note_bytes(benchmark, needed: int, device_us: float, bytes_per_second: float) -> None:
-    """Note how many bytes an outcome needs, and how fast they were read."""
+    """Record the bytes that an outcome needs, and the bandwidth."""
     rate = needed / device_us * 1e6
     benchmark.extra_info |= {
         "bytes": needed,
@@ -168,7 +168,7 @@ def test_verification_on_the_gpu(recording, benchmark, request, inputs, provider
         check_token_ids(output, inputs)
     device_us = measure(benchmark, recording)
     if isinstance(verifier, Verifier) and verifier.backend == "triton":
-        check(inputs, verifier, output)  # the timed replays have written it again
+        check(inputs, verifier, output)  # the timed replays have overwritten it
         rows = verifier.rows_needed(output.num_accepted, inputs.draft_logits.shape[1])
         needed = rows * inputs.target_logits[0, 0].nbytes
         note_bytes(benchmark, needed, device_us, bytes_per_second)
@@ -180,14 +180,14 @@ SERVED = [Shape(batch, 3, "bfloat16", temperature) for temperature in (0.7, 1.0)
 @pytest.mark.parametrize("inputs", SERVED, indirect=True, ids=str)
 @pytest.mark.parametrize("provider", FAST)
 def test_numbers_in_tensors(benchmark, request, inputs, provider, environment):
-    """Time steps as engines call them: each request's temperature, seed and position in a tensor."""
+    """Time steps as in engines: temperatures, seeds and positions in tensors."""
     benchmark.group = f"numbers in tensors, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": provider, "environment": environment}
     requests = torch.arange(len(inputs.target_logits), device="cuda")
     temperature = torch.full(requests.shape, inputs.temperature, device="cuda")
     verifier = PROVIDERS[provider]
     call = verifier(inputs, temperature=temperature, seeds=requests, positions=torch.zeros_like(requests))
-    assert all(map(torch.equal, call()[:4], verifier(inputs)()[:4]))  # they are the same numbers
+    assert all(map(torch.equal, call()[:4], verifier(inputs)()[:4]))  # equal values
     measure(benchmark, Recording(call))
 
 
@@ -198,7 +198,7 @@ PACKED = [Shape(batch, 3, "bfloat16", 0.7) for batch in (1, 32, 256)]
 @pytest.mark.parametrize("provider", [*FAST, "triton, top-p .95"])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_packed_rows(benchmark, request, inputs, provider, packed, environment):
-    """Time calls as engines make them, with state in slots in another order, and beside each the same call padded."""
+    """Time packed calls as in engines, with slots in another order, and the same calls padded."""
     benchmark.group = f"packed, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": f"{provider}{', packed' * packed}", "environment": environment}
     name, _, truncation = provider.partition(", ")
@@ -223,7 +223,7 @@ TRUNCATIONS: dict[str, dict[str, Any]] = {
 
 
 def truncated_cases():
-    """Yield shapes, methods, truncations and whether the drafter's logsumexp is given, ordered by shape."""
+    """Yield shapes, methods, truncations and with or without the drafter's logsumexp, ordered by shape."""
     kinds = [("realistic", VOCAB), ("realistic", SMALL), ("peaked", VOCAB)]
     kinds += [("real", SMALL)] * ("SPECDECODE_ROWS" in os.environ)
     for (rows, vocab), temperature, batch in itertools.product(kinds, (0.7, 1.0), (1, 32, 256)):
@@ -243,7 +243,7 @@ def truncated_cases():
     ("inputs", "method", "truncation", "with_logsumexp"), list(truncated_cases()), indirect=["inputs"], ids=str
 )
 def test_truncation_on_the_gpu(benchmark, request, inputs, method, truncation, with_logsumexp, environment):
-    """Time truncated calls, beside the same call without truncation."""
+    """Time truncated calls, and the same calls without truncation."""
     benchmark.group = f"truncated, {request.node.callspec.params['inputs']}"
     with_given = " with draft_logsumexp" if with_logsumexp else ""
     benchmark.extra_info |= {"provider": f"{method}, {truncation}{with_given}", "environment": environment}
@@ -264,7 +264,7 @@ ENGINES |= {"sglang": sglang, "flashinfer": flashinfer}
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_truncation_in_engines(benchmark, request, inputs, engine, truncation, environment):
-    """Time the engines that are installed beside the same calls of this package; they do not truncate the draft's rows."""
+    """Time the installed engines, and the same calls of this package; engines do not truncate the draft's rows."""
     if truncation.startswith("min-p") and engine != "vllm":
         pytest.skip(f"{engine} verifies without min-p")
     benchmark.group = f"truncated, {request.node.callspec.params['inputs']}"
@@ -277,7 +277,7 @@ def test_truncation_in_engines(benchmark, request, inputs, engine, truncation, e
 
 
 def drafts_that_are_accepted(narrow: Inputs, ids: Tensor, method: str) -> tuple[int, DraftOutput]:
-    """Return the first seed that has an accepted draft, and its drafts by the target's ids.
+    """Return the first seed with an accepted draft, and its drafts as target ids.
 
     The first draft of a single request is rejected with probability 1 - sum min(p, q), about .2.
     """
@@ -294,7 +294,7 @@ def drafts_that_are_accepted(narrow: Inputs, ids: Tensor, method: str) -> tuple[
 @pytest.mark.parametrize("provider", FAST[:4])
 @pytest.mark.parametrize("rows", ["its own", "spread before the call", "spread by the call"])
 def test_draft_vocabularies_on_the_gpu(benchmark, request, inputs, provider, rows, environment):
-    """Time drafts of 32,000 of the tokens: by the rows of these, and by rows over all tokens, made before or in the call."""
+    """Time draft vocabularies of 32,000 tokens: with short rows, and with full rows, made before or in the call."""
     benchmark.group = f"draft vocabulary of 32,000, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": f"{provider}, rows {rows}", "environment": environment}
     verifier, (narrow, ids) = PROVIDERS[provider], with_draft_vocabulary(inputs, 32_000)
@@ -323,7 +323,7 @@ def test_draft_vocabularies_on_the_gpu(benchmark, request, inputs, provider, row
 
 
 def logprobs_cases():
-    """Yield shapes, methods and what truncates their rows; each is timed without log-probabilities, and with either kind."""
+    """Yield shapes, methods and truncations; each is timed without log-probabilities, and with both kinds."""
     for batch in (1, 32, 256):
         for temperature in (0.7, 1.0):  # at 1, raw sums are the processed ones
             for method in ("probabilistic", "strict", "block"):
@@ -335,7 +335,7 @@ def logprobs_cases():
 @pytest.mark.parametrize(("inputs", "method", "truncation"), list(logprobs_cases()), indirect=["inputs"], ids=str)
 @pytest.mark.parametrize("of", [None, "processed", "raw"])
 def test_logprobs_on_the_gpu(benchmark, request, inputs, method, truncation, of, environment):
-    """Time calls that return log-probabilities, beside the same call without them."""
+    """Time calls that return log-probabilities, and the same calls without them."""
     benchmark.group = f"log-probabilities, {request.node.callspec.params['inputs']}"
     name = method if truncation == "plain" else f"{method}, {truncation}"
     benchmark.extra_info |= {"provider": f"{name}, {of or 'none'}", "environment": environment}
@@ -392,7 +392,7 @@ def plan_of(monkeypatch, call: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def until_each_launch(monkeypatch, call: Callable[[], Any]) -> list[list[Any]]:
-    """Time the first launch of a step, its first two, and so on; what is left out has no result."""
+    """Return the time after each launch of a step; omitted launches have no result."""
     plan, _ = plan_of(monkeypatch, call)
     ready, after = plan.ready, []
     try:
@@ -410,7 +410,7 @@ STAGED = [Shape(batch, 3, "bfloat16", 0.7) for batch in (1, 8, 32, 256)]
 @pytest.mark.parametrize("inputs", STAGED, indirect=True, ids=str)
 @pytest.mark.parametrize("provider", ["triton", "triton block", "triton strict"])
 def test_launch_by_launch(benchmark, monkeypatch, request, inputs, provider, environment):
-    """See where the time of a step goes."""
+    """Time a step launch by launch."""
     benchmark.group = f"launch by launch, {request.node.callspec.params['inputs']}"
     call = PROVIDERS[provider](inputs)
     check(inputs, PROVIDERS[provider], call())
@@ -433,9 +433,9 @@ LARGE = [Shape(batch, drafts, "bfloat16", 0.7) for batch, drafts in ((128, 3), (
 
 
 def reading_that_decides_nothing(monkeypatch, call: Callable[[], Any], output: SamplerOutput) -> dict[str, float]:
-    """Time a large batch's launch that reads, given each request's first rejected row, and counts that nobody completes.
+    """Time the launch that reads of a large batch, given the first rejected rows, with counters that no program completes.
 
-    As it is but for that, and where programs do not wait, before they count themselves in, until their writes can be seen.
+    Timed twice: unchanged, and without the wait for visible writes before programs are counted.
     """
     import triton
 
@@ -466,11 +466,10 @@ def reading_that_decides_nothing(monkeypatch, call: Callable[[], Any], output: S
 @pytest.mark.parametrize("inputs", LARGE, indirect=True, ids=str)
 @pytest.mark.parametrize("provider", ["triton strict", "triton with draft_logsumexp"])
 def test_reading_alone(benchmark, monkeypatch, request, inputs, provider, bytes_per_second, environment):
-    """Time the launch that reads: as it is, without this and that, and when it reads every row.
+    """Time the launch that reads: unchanged, without some of its work, and when it reads every row.
 
-    What tells it in advance which rows matter are drafts that end where they stopped; it takes them for a small batch, so
-    nothing is counted or decided. Beside it the best time of plain kernels that read as many bytes, in one piece, and do
-    nothing else.
+    Drafts that end at the first rejections make it read only the rows that matter, as a small batch, so nothing is
+    counted or decided. For comparison, the best time of plain kernels that read the same number of contiguous bytes.
     """
     from specdecode import kernels
 
@@ -499,7 +498,7 @@ def test_reading_alone(benchmark, monkeypatch, request, inputs, provider, bytes_
 
 
 def time_calls(benchmark, call: Callable[[], Any]) -> None:
-    """Time a call from Python, without a graph: many in a row; alone until it returns; alone until its result is there."""
+    """Time a call from Python, without a graph: among many calls; alone, until it returns; alone, until it is complete."""
     until_return: list[float] = []
     until_result: list[float] = []
 
@@ -532,7 +531,7 @@ def time_calls(benchmark, call: Callable[[], Any]) -> None:
 def test_eager_call_of_one_request(benchmark, request, inputs, provider, environment):
     """Time a call from Python.
 
-    Beside it the least that any call must do: allocate its output and its workspace, and make two launches.
+    For comparison, the minimum of any call: allocate output and workspace, and make two launches.
     """
     benchmark.group = f"eager call, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": provider, "environment": environment}
@@ -546,11 +545,11 @@ def test_eager_call_of_one_request(benchmark, request, inputs, provider, environ
 @pytest.mark.parametrize("inputs", [Shape(256, 3, "bfloat16", 0.7)], indirect=True, ids=["256"])
 @pytest.mark.parametrize("provider", ["sizes not seen before", "the same sizes again"])
 def test_calls_whose_size_changes(benchmark, request, inputs, provider, environment):
-    """Time a call from Python whose number of requests changes at every call, as in an engine that batches continuously."""
+    """Time calls from Python with a different number of requests each time, as in continuous batching."""
     benchmark.group = f"sizes that change, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": provider, "environment": environment}
     token_ids, sampler = inputs.drafts("probabilistic").token_ids, RejectionSampler("probabilistic")
-    sizes = [size for size in range(2, 240) if size not in (8, 32, 64, 128)]  # which other benchmarks have
+    sizes = [size for size in range(2, 240) if size not in (8, 32, 64, 128)]  # other benchmarks have it
     left, times = iter(sizes * 2), []
 
     def step() -> None:
@@ -587,7 +586,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 @pytest.mark.parametrize(("inputs", "with_draft_logits", "truncation"), IN_VLLM, indirect=["inputs"])
 @pytest.mark.parametrize("provider", ["vllm", "probabilistic", "block", "strict"])
 def test_a_step_in_vllm(benchmark, request, inputs, with_draft_logits, truncation, provider, environment):
-    """Time vLLM's `_verify` and the adapter's, on the device and from Python: the host's work is part of both."""
+    """Time vLLM's `_verify` and the adapter's, on the device and from Python, including the host's work."""
     drafts = "drawn drafts" if with_draft_logits else "one-hot drafts"
     benchmark.group = f"in vLLM, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": f"{provider}, {drafts}, {truncation}", "environment": environment}
@@ -600,7 +599,7 @@ def test_a_step_in_vllm(benchmark, request, inputs, with_draft_logits, truncatio
 @pytest.mark.parametrize("truncation", ["plain", "top-p .95", "top-k 50, top-p .95", "top-k 20, top-p .95"])
 @pytest.mark.parametrize("provider", ["vllm", "probabilistic"])
 def test_truncation_in_vllm(benchmark, request, inputs, truncation, provider, environment):
-    """Time the same with drawn drafts, at two temperatures, by what truncates."""
+    """Time `_verify` with drawn drafts, at two temperatures, for each truncation."""
     benchmark.group = f"truncation in vLLM, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": f"{provider}, {truncation}", "environment": environment}
     time_in_vllm(benchmark, inputs, engines.vllm_call(inputs, provider, True, TRUNCATIONS[truncation]))

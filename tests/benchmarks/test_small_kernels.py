@@ -1,4 +1,4 @@
-"""What each step bought: one program a request; blocks in two launches; production's kernels. All on float32 rows.
+"""The gain of each design: one program a request; blocks in two launches; the package's kernels. All on float32 rows.
 
 `pytest --benchmark-only tests/benchmarks/test_small_kernels.py`. Times are taken as in `test_gpu`.
 """
@@ -29,7 +29,7 @@ CASES = [
 
 
 def small(method: str, version: str, inputs: Inputs, token_ids: Tensor) -> Callable[[], Tensor]:
-    """Return a call of a small kernel, with the seeds and positions that production is called with."""
+    """Return a call of a small kernel, with the same seeds and positions as the package's kernels."""
     requests = torch.arange(len(token_ids), device=token_ids.device)
     given = [inputs.target_logits, token_ids]
     if method in ("probabilistic", "block"):

@@ -1,4 +1,4 @@
-"""Trees of drafts: the walk beside PyTorch's way, all rows softened and then walked; and what siblings cost a drafting step.
+"""Trees of drafts: the walk beside PyTorch's way, all rows softened and then walked, and SGLang's; what siblings cost.
 
 `pytest --benchmark-only tests/benchmarks/test_trees.py`. Times are taken as in `test_gpu`, on realistic rows.
 """
@@ -14,6 +14,7 @@ from specdecode import RejectionSampler
 from tests.benchmarks import test_gpu
 from tests.benchmarks.bandwidth import Recording
 from tests.benchmarks.inputs import VOCAB, draft_rows, realistic_rows
+from tests.benchmarks.providers import sglang_tree
 from tests.benchmarks.test_gpu import measure
 
 WHY_NOT, pytestmark = test_gpu.WHY_NOT, test_gpu.pytestmark
@@ -30,7 +31,7 @@ class Tree(NamedTuple):
 
 
 def tree_of(requests: int, nodes: int, depth: int, device: str) -> Tree:
-    """Make trees whose levels have about equally many nodes, with siblings drawn from rows near the target's."""
+    """Make trees with about the same number of nodes on each level, and siblings drawn from rows near the target's."""
     level = torch.cat([torch.zeros(1), 1 + torch.arange(nodes - 1) * depth // (nodes - 1)]).long()
     parents, rank = torch.full((nodes,), -1), torch.zeros(nodes, dtype=torch.int64)
     for d in range(1, depth + 1):
@@ -75,25 +76,53 @@ def softened_and_walked(tree: Tree, depth: int, top_p: float | None) -> Callable
     return call
 
 
+def check_sglang(output: tuple[Tensor, Tensor, Tensor], tree: Tree, accepted: Tensor) -> Tensor:
+    """Check the tokens of SGLang's verification, and its mean of accepted drafts beside the walk's; return its numbers."""
+    predicts, accept_index, num_accepted = output
+    emitted = predicts[accept_index[accept_index >= 0]]
+    assert len(emitted) == (num_accepted + 1).sum()
+    assert ((emitted >= 0) & (emitted < VOCAB)).all()
+    counts = torch.stack([num_accepted, accepted]).double()
+    if len(tree.token_ids) > 1:
+        error = (counts.var(dim=1).sum() / len(tree.token_ids)).sqrt()
+        assert counts.mean(dim=1).diff().abs() < 5 * error
+    return num_accepted
+
+
+SGLANG = pytest.param("SGLang", marks=pytest.mark.filterwarnings("default"))  # of code that is not this package's
+
+
 @pytest.mark.parametrize("truncation", ["plain", "top-p .95"])
-@pytest.mark.parametrize("provider", ["tree", "softmax, then walk"])
+@pytest.mark.parametrize("provider", ["tree", "softmax, then walk", SGLANG])
 @pytest.mark.parametrize(("requests", "nodes", "depth"), TREES)
 def test_trees_on_the_gpu(benchmark, requests, nodes, depth, provider, truncation, environment):
-    if provider != "tree" and requests * nodes > 2048:
+    if provider == "softmax, then walk" and requests * nodes > 2048:
         pytest.skip("the softened rows take more than 80 GB")
     benchmark.group = (
         f"trees of {nodes} nodes and depth {depth}, {requests} requests, {VOCAB:,} tokens, bfloat16, T = 0.7"
     )
     benchmark.extra_info |= {"provider": f"{provider}, {truncation}", "environment": environment}
+    if provider == "SGLang" and truncation != "plain" and requests * nodes * VOCAB > 2**31:
+        pytest.skip("SGLang's top_p_renorm_prob accesses illegal memory")
     tree, top_p = tree_of(requests, nodes, depth, "cuda"), 0.95 if truncation != "plain" else None
-    if provider != "tree":
+    if provider == "softmax, then walk":
         measure(benchmark, Recording(softened_and_walked(tree, depth, top_p), calls=2))
         return
-    options: dict[str, Any] = {"max_depth": depth, "temperature": TEMPERATURE, "seeds": 0, "top_p": top_p}
+    options: dict[str, Any] = {"max_depth": depth, "temperature": TEMPERATURE, "top_p": top_p}
     call, expected = (
-        lambda backend=backend: RejectionSampler("strict", backend=backend).tree(*tree, **options)
+        lambda seeds=0, backend=backend: RejectionSampler("strict", backend=backend).tree(*tree, seeds=seeds, **options)
         for backend in ("triton", "eager")
     )
+    if provider == "SGLang":
+        try:
+            recording = Recording(sglang_tree(*tree, depth, TEMPERATURE, {"top_p": top_p} if top_p else None), calls=2)
+        except Exception as error:
+            pytest.skip(f"{provider}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        seeds = torch.arange(requests, 2 * requests, device="cuda")  # none that a draft was drawn with
+        num_accepted = check_sglang(recording.output, tree, call(seeds).num_accepted)
+        benchmark.extra_info["accepted"] = round(float(num_accepted.double().mean()), 2)
+        measure(benchmark, recording)
+        return
     got, want = call(), expected()
     assert (got.token_ids == want.token_ids).all(dim=1).double().mean() >= 0.98
     assert requests == 1 or got.num_accepted.double().mean() > 0.5

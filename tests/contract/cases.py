@@ -1,8 +1,7 @@
-"""The cases of the contract: one generator of calls, and a covering array of everything that calls differ in.
+"""The cases of the contract: one generator of calls, and a covering array over all axes of a call.
 
-A case is a `Parameters`: one value of each axis. `make` draws the padded call that it names, `laid_out` lays the same call
-out as its `layout` says, and `run` makes it. In the cases every two values of two axes are together at least once, on a GPU
-every three.
+A case is a `Parameters`: one value of each axis. `make` draws its padded call, `laid_out` converts the call to the case's
+`layout`, and `run` runs it. Every two values of two axes occur together in at least one case, on a GPU every three.
 """
 
 import zlib
@@ -20,11 +19,11 @@ from reference import sampling as reference
 from specdecode import Adjustments, RejectionSampler, SamplerOutput, Sampling
 from tests.conftest import HAS_TRITON, ON_GPU, cover
 from tests.support import adjusted
+from tests.support.calls import METHODS
 from tests.support.differential import like_a_device
 from tests.support.oracle import SCHEDULE, expected_of, number, sampling_of, seed_of
 
 NAN, INF = float("nan"), float("inf")
-METHODS = ["strict", "probabilistic", "block", "synthetic"]
 STRENGTH = 3 if ON_GPU else 2
 NUM_TOP = 5
 NOBODYS = 2
@@ -61,7 +60,7 @@ DTYPES = {
     "float64": (torch.float64, torch.float64),
     "bfloat16 and float32": (torch.bfloat16, torch.float32),
 }
-"""Of the target's and of the draft's logits."""
+"""The dtypes of the target's and of the draft's logits."""
 
 TRUNCATIONS: dict[str, dict] = {
     "none": {},
@@ -77,7 +76,7 @@ TRUNCATIONS: dict[str, dict] = {
 }
 
 DRAFTS = ["read", "handed on", "drawn otherwise", "own vocabulary", "own vocabulary, handed on", "one-hot", "no logits"]
-"""What a call is given of its drafts beside their ids. Handed on: a drafting step's logsumexp and cutoff."""
+"""The draft inputs of a call besides ids. "handed on": with the logsumexp and cutoff of drafting steps."""
 
 REPORTS: dict[str, dict] = {
     "nothing": {},
@@ -91,18 +90,18 @@ REPORTS: dict[str, dict] = {
 LAYOUTS = ["padded", "packed", "packed by slot", "inside larger tensors", "strided", "transposed and negated"]
 EAGER_WAYS = ["eager", "eager like a device", *["eager on cuda"] * ON_GPU]
 KERNEL_WAYS = ["triton few", "triton many", "triton large"] if HAS_TRITON else []
-"""How the kernels compute, which depends on the number of requests and rows."""
+"""The strategies of the kernels, which otherwise depend on the number of requests and rows."""
 
 
 def cases_of(backends: Sequence[str], **axes: Sequence[Any]) -> list[Parameters]:
-    """The covering array; axes may be given fewer values."""
+    """Return the covering array; axes may be restricted to fewer values."""
     whole = {
         "method": METHODS,
         "backend": backends,
         "dtype": list(DTYPES),
         "vocab": [1040, 1025, 40],
         "numbers": ["by request", "one for all"],
-        "truncation": ["none", *TRUNCATIONS],  # twice, so that plain rows meet more of the rest
+        "truncation": ["none", *TRUNCATIONS],  # twice, so that plain rows occur with more other values
         "adjustments": ["none", "none", *adjusted.SOME],
         "drafts": DRAFTS,
         "rows": ["ordinary", "hostile", "far from 0"],
@@ -118,12 +117,12 @@ def cases_of(backends: Sequence[str], **axes: Sequence[Any]) -> list[Parameters]
 
 
 def make(case: Parameters, sizes: tuple[int, int] | None = None) -> dict[str, Any]:
-    """The arguments of the padded call, by name, on the CPU; with other numbers of requests and drafts if they are given."""
+    """Return the arguments of the padded call, by name, on the CPU; `sizes` overrides the numbers of requests and drafts."""
     seed = zlib.crc32(str(case._replace(backend="", layout="")).encode())
     generator, random = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
     usual = (6 if case.vocab > 10_000 else 30, 3) if ON_GPU else (6, 3)
     if case.backend.startswith("triton") and not ON_GPU:
-        usual = 4, 2 + (case.method == "block")  # three drafts, so that a running ratio that was capped matters
+        usual = 4, 2 + (case.method == "block")  # three drafts, so that a capped running ratio matters
     requests, drafts = usual if sizes is None else sizes
     target = 3 * torch.randn(requests, drafts + 1, case.vocab, generator=generator)
     draft = target[:, :drafts] + 0.6 * torch.randn(requests, drafts, case.vocab, generator=generator)
@@ -131,11 +130,11 @@ def make(case: Parameters, sizes: tuple[int, int] | None = None) -> dict[str, An
     draft = draft if own is None else draft[..., own]
     if case.rows == "hostile":
         poison(target, draft)
-    if case.rows == "far from 0":  # exponentials relative to anything but the row's maximum overflow, or are all 0
+    if case.rows == "far from 0":  # exponentials overflow, or are all 0, unless relative to the row's maximum
         for rows in (target, draft):
             rows[::3] += 120
             rows[1::3] -= 120
-        target[..., 1024:] += 150 * (case.method == "strict")  # a residual would be nothing in float32
+        target[..., 1024:] += 150 * (case.method == "strict")  # a residual would round to 0 in float32
     target_dtype, draft_dtype = DTYPES[case.dtype]
     arguments: dict[str, Any] = {"target_logits": target.to(target_dtype)}
     arguments |= numbers_of(case, requests, generator)
@@ -164,25 +163,27 @@ def make(case: Parameters, sizes: tuple[int, int] | None = None) -> dict[str, An
 def poison(target: Tensor, draft: Tensor) -> None:
     """Put NaN, infinities and rows without a finite logit into some requests' rows."""
     draft[0, :, 5] = NAN
-    target[0, :, torch.arange(target.shape[2]) % 256 < 2] = NAN  # all that a thread of the kernels compares first
+    target[0, :, torch.arange(target.shape[2]) % 256 < 2] = (
+        NAN  # all logits that a thread of the kernels compares first
+    )
     target[2, 0, [1, 4]], draft[2, 1, 3] = INF, INF
     target[3, 0], target[1, -1] = -INF, NAN
 
 
 def numbers_of(case: Parameters, requests: int, generator: torch.Generator) -> dict[str, Any]:
-    """Temperature, seeds and positions; by request the second is greedy."""
+    """Return temperature, seeds and positions; by request, the second request is greedy."""
     if case.numbers == "one for all":
         return {"temperature": 1.0, "seeds": int(torch.randint(2**40, (), generator=generator)), "positions": None}
     temperature = 0.3 + 1.2 * torch.rand(requests, generator=generator)
     temperature[:1], temperature[1:2] = 1, 0
     limits = torch.iinfo(torch.int64)
     seeds = torch.randint(limits.min, limits.max, (requests,), generator=generator)
-    positions = 1 + torch.randint(2**40, (requests,), generator=generator)  # a token was fed before
+    positions = 1 + torch.randint(2**40, (requests,), generator=generator)  # at least one token was fed before
     return {"temperature": temperature, "seeds": seeds, "positions": positions}
 
 
 def how_drawn(case: Parameters, temperature: Tensor | float, limits: dict) -> Sampling:
-    """How drafts are drawn. The kernels take another temperature than the target's only where nothing is truncated."""
+    """Return the sampling parameters of drafts. With truncation, the kernels allow only the target's temperature."""
     if case.drafts != "drawn otherwise":
         return Sampling(temperature, **limits)
     if not case.backend.startswith("triton"):
@@ -193,10 +194,10 @@ def how_drawn(case: Parameters, temperature: Tensor | float, limits: dict) -> Sa
 def draw_drafts(
     case: Parameters, arguments: dict, draft: Tensor, told: Sampling, own: Tensor | None, random: np.random.Generator
 ) -> Tensor:
-    """Drafts that the draft's rows or the target's draw; ragged, some -1, some unlikely."""
+    """Return drafts drawn from draft or target rows; ragged, some -1, some unlikely."""
     requests, drafts, _ = draft.shape
     ids = np.full((requests, drafts), -1)
-    share = 0.8 if case.method == "strict" else 0.4  # of the target's own
+    share = 0.8 if case.method == "strict" else 0.4  # drawn from the target's rows
     with np.errstate(all="ignore"):
         for index, offset in np.ndindex(requests, drafts):
             if random.random() < share:
@@ -216,7 +217,7 @@ def draw_drafts(
 
 
 def sample_of(arguments: dict, index: int, drafts: list[int]) -> int:
-    """The target's own seeded sample after some drafts."""
+    """Return the target's own seeded sample after some drafts."""
     alone = {**arguments, "draft_token_ids": torch.tensor(drafts, dtype=torch.int64).expand(index + 1, -1)}
     alone["target_logits"] = arguments["target_logits"][:, : len(drafts) + 1]
     expected = expected_of("strict", alone, index)
@@ -227,7 +228,7 @@ def sample_of(arguments: dict, index: int, drafts: list[int]) -> int:
 
 
 def handed_on(arguments: dict, limits: dict) -> dict[str, Tensor]:
-    """The logsumexp and the cutoff that drafting steps return."""
+    """Return the logsumexp and the cutoff of drafting steps."""
     sampler, rows = RejectionSampler("probabilistic", backend="eager"), arguments["draft_logits"]
     numbers = {name: arguments[name] for name in ("temperature", "seeds")}
     steps = [sampler.draft(rows[:, i], **numbers, **limits) for i in range(rows.shape[1])]
@@ -240,12 +241,12 @@ def handed_on(arguments: dict, limits: dict) -> dict[str, Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The same call in other ways
+# The same call in other layouts
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def each_tensor(change: Callable[[str, Tensor], Tensor], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with every tensor changed, those in bundles too; the same tensor stays the same."""
+    """Return the arguments with every tensor changed, also in bundles; identical tensors stay identical."""
     known: dict[int, Tensor] = {}
 
     def changed(name: str, value: Any) -> Any:
@@ -265,7 +266,7 @@ def on(device: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def chosen(arguments: dict[str, Any], requests: Sequence[int]) -> dict[str, Any]:
-    """The call of some of the requests, in this order."""
+    """Return the call of some of the requests, in this order."""
     picked = each_tensor(
         lambda name, tensor: tensor if name == "draft_vocab_ids" else tensor[list(requests)].clone(), arguments
     )
@@ -276,7 +277,7 @@ def chosen(arguments: dict[str, Any], requests: Sequence[int]) -> dict[str, Any]
 
 
 def with_more_padding(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The call with room for two more drafts, which no request has; their rows are poison."""
+    """Return the call padded for two more drafts, which no request has; their rows are poison."""
     by_row = ("target_logits", "draft_logits", "draft_token_ids", "draft_logsumexp", "draft_cutoff", "allowed_mask")
 
     def padded(name: str, tensor: Tensor) -> Tensor:
@@ -289,7 +290,7 @@ def with_more_padding(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def inside_larger(tensor: Tensor) -> Tensor:
-    """The same values as a slice of a larger tensor that is poison elsewhere, as of a padded vocabulary."""
+    """Return the same values as a slice of a larger tensor that is poison elsewhere, like a padded vocabulary."""
     larger = tensor.new_full([length + 3 for length in tensor.shape], NAN if tensor.is_floating_point() else -7)
     view = larger[tuple(slice(2, 2 + length) for length in tensor.shape)]
     view.copy_(tensor)
@@ -297,12 +298,12 @@ def inside_larger(tensor: Tensor) -> Tensor:
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same values, every other number of a larger tensor."""
+    """Return the same values as every second element of a larger tensor."""
     return tensor.repeat_interleave(2, dim=-1)[..., ::2]
 
 
 def transposed_and_negated(tensor: Tensor) -> Tensor:
-    """The same values, the last dimension outermost, as a view of their negatives."""
+    """Return the same values with the last dimension outermost, as a view of their negatives."""
     order = list(reversed(range(tensor.ndim)))
     return torch._neg_view((-tensor).permute(order).contiguous().permute(order))
 
@@ -316,20 +317,20 @@ NEED_WHOLE_ROWS = ("prompt_mask", "output_counts", "allowed_mask")
 
 
 def viewed(layout: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The call whose tensors lie otherwise in memory."""
+    """Return the call with another memory layout of its tensors."""
 
     def view(name: str, tensor: Tensor) -> Tensor:
         if name in NEED_WHOLE_ROWS:
             return inside_larger(tensor)
         if layout == "transposed and negated" and (name == "temperature" or not tensor.is_floating_point()):
-            return strided(tensor)  # a negated temperature is copied, and then no longer surely that of the drafts
+            return strided(tensor)  # a negated temperature is copied, and then not surely equal to the drafts'
         return VIEWS[layout](tensor)
 
     return each_tensor(view, arguments)
 
 
 def packed(arguments: dict[str, Any], by_slot: bool) -> dict[str, Any]:
-    """The packed call: rows without gaps, state in slots, positions of fed tokens; what nobody may look at is poison."""
+    """Return the packed call: rows without gaps, state in slots, positions of fed tokens; unused values are poison."""
     target, ids = arguments["target_logits"], arguments["draft_token_ids"]
     requests, drafts, device = *ids.shape, ids.device
     lengths = (ids >= 0).cumprod(1).sum(1)
@@ -341,7 +342,7 @@ def packed(arguments: dict[str, Any], by_slot: bool) -> dict[str, Any]:
     num_slots = requests + 3 * by_slot
 
     def in_rows(tensor: Tensor, unused: float) -> Tensor:
-        """[batch, rows, ...] as [num_rows, ...]."""
+        """Return [batch, rows, ...] as [num_rows, ...]."""
         nobodys = tensor.new_full((NOBODYS, *tensor.shape[2:]), unused)
         return torch.cat([nobodys, *[rows[: count + 1] for rows, count in zip(tensor, counts)], nobodys])
 
@@ -351,7 +352,7 @@ def packed(arguments: dict[str, Any], by_slot: bool) -> dict[str, Any]:
         if name in ("target_logits", "allowed_mask"):
             return in_rows(tensor, NAN if tensor.is_floating_point() else -1)
         if name == "draft_token_ids":
-            # A request's last row judges no draft: a likely token there must not be taken for one.
+            # A request's last row judges no draft: a likely token there must be ignored.
             likely = target.nan_to_num(nan=-INF).argmax(2)
             judged = torch.nn.functional.pad(tensor, (0, 1)).masked_fill(offsets > lengths[:, None], 2**30)
             return in_rows(judged.where(offsets < torch.tensor(counts, device=device)[:, None], likely), -9)
@@ -374,7 +375,7 @@ def packed(arguments: dict[str, Any], by_slot: bool) -> dict[str, Any]:
 
 @contextmanager
 def computing(backend: str) -> Iterator[None]:
-    """Compute in one of the ways of a backend."""
+    """Compute with one of the strategies of a backend."""
     if not backend.startswith("triton"):
         with like_a_device() if backend.endswith("like a device") else nullcontext():
             yield
@@ -383,7 +384,7 @@ def computing(backend: str) -> Iterator[None]:
     from tests.support.kernels import memory_of
 
     way = {"large": backend.endswith("large"), "many": backend.endswith("many")}
-    # 100 is plausible as a sum, and as a maximum large: what reads a statistic that nobody wrote returns something else.
+    # 100 is plausible as a sum and large as a maximum: reading an unwritten statistic changes the result.
     with (
         mock.patch.object(kernels, "verify", partial(kernels.verify, **way)),
         nullcontext() if ON_GPU else memory_of(100),
@@ -401,14 +402,14 @@ def sampler_of(case: Parameters) -> RejectionSampler:
 
 
 def run(case: Parameters, arguments: dict[str, Any]) -> SamplerOutput:
-    """Make a call, padded or packed."""
+    """Run a call, padded or packed."""
     sampler = sampler_of(case)
     with computing(case.backend):
         return (sampler.packed if "row_starts" in arguments else sampler)(**arguments)
 
 
 def laid_out(case: Parameters, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The padded call in the layout of a case."""
+    """Return the padded call in the layout of a case."""
     if case.layout.startswith("packed"):
         return packed(arguments, by_slot=case.layout == "packed by slot")
     return arguments if case.layout == "padded" else viewed(case.layout, arguments)

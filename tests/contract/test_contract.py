@@ -1,4 +1,4 @@
-"""What every call promises, whatever its method, backend, options and layout: each promise is one test over all cases."""
+"""The promises of every call, for all methods, backends, options and layouts: each promise is one test over all cases."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -34,7 +34,7 @@ from tests.support.cuda import captured, synchronising_raises
 from tests.support.differential import like_a_device
 from tests.support.oracle import assert_equals_oracle
 
-# NumPy, with which Triton's interpreter computes, warns of infinities and NaN.
+# Triton's interpreter computes with NumPy, which warns of infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 KERNEL_DTYPES = ["bfloat16", "float32", "float16", "bfloat16 and float32", *["float64"] * ON_GPU]
@@ -44,7 +44,7 @@ KERNELS = cases_of(
     KERNEL_WAYS,
     dtype=KERNEL_DTYPES,
     vocab=KERNEL_VOCABS,
-    # In the interpreter fewer values of the longest axes: the eager backend has the others.
+    # The interpreter runs fewer values of the longest axes; the eager backend runs all.
     **{}
     if ON_GPU
     else {
@@ -55,7 +55,7 @@ KERNELS = cases_of(
     },
 )
 
-# Where each case takes several calls, the interpreter is given fewer.
+# The interpreter runs fewer cases of tests with several calls.
 SOME_KERNELS = (
     KERNELS
     if ON_GPU
@@ -71,7 +71,7 @@ SOME_KERNELS = (
         report=["processed", "raw lists"],
     )
 )
-"""Cases of tests that make several calls of each."""
+"""Cases of tests with several calls for each case."""
 
 
 def arguments_of(case: Parameters) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def arguments_of(case: Parameters) -> dict[str, Any]:
 
 def assert_same_bits(one: SamplerOutput, other: SamplerOutput) -> None:
     for name, got, want in zip(one._fields, one, other):
-        if got is not want:  # what is absent is None
+        if got is not want:  # absent fields are None
             torch.testing.assert_close(
                 got, want, rtol=0, atol=0, equal_nan=True, msg=lambda text, of=name: f"{of}: {text}"
             )
@@ -95,10 +95,10 @@ def test_the_output_is_the_oracles(case):
 
 @pytest.mark.parametrize("case", [*EAGER, *SOME_KERNELS], ids=str)
 def test_a_request_depends_on_nothing_but_itself(case):
-    """Bit for bit: not on the layout, the slot, the padding, the order and the other requests, or reads beyond its tensors.
+    """Bit for bit, a result is independent of layout, slot, padding, order, other requests, and memory beyond its tensors.
 
-    The eager backend leaves its sums to PyTorch, which on CUDA splits them by the shape of the whole batch: there other
-    batches have the same tokens.
+    The eager backend uses PyTorch's sums, whose order on CUDA depends on the shape of the whole batch: there only tokens
+    must be equal in other batches.
     """
     arguments = arguments_of(case)
     is_interpreted = case.backend.startswith("triton") and not ON_GPU  # on a GPU a sanitizer finds wrong addresses
@@ -119,14 +119,14 @@ def test_a_request_depends_on_nothing_but_itself(case):
 
 @pytest.mark.parametrize("case", [case for case in EAGER if case.numbers == "by request"], ids=str)
 def test_greedy_requests_compute_no_softmax(case, monkeypatch):
-    """Only sampled requests have rows in a softmax, a truncation or a block's mass; a greedy batch has none."""
+    """Only sampled requests compute a softmax, a truncation or a residual mass; a greedy batch computes none."""
     read, softmaxes = truncation.read, []
 
     def counted(models, samplings):
         softmaxes.extend(logits.shape[:-1].numel() for logits in models)
         return read(models, samplings)
 
-    arguments = arguments_of(case) | {"logprobs": None, "top_logprobs": None}  # raw ones are of a softmax
+    arguments = arguments_of(case) | {"logprobs": None, "top_logprobs": None}  # raw log-probabilities need a softmax
     for room in ("strict", "probabilistic", "residual", "block", "report"):
         monkeypatch.setattr(f"specdecode.eager.{room}.read", counted)
     run(case, arguments | {"temperature": 0.0, "draft_sampling": None})
@@ -153,7 +153,7 @@ def test_inputs_are_not_written_to_and_outputs_are_memory_of_their_own(case):
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The tensor's bits as integers, so that NaN compares by its payload."""
+    """Return the tensor's bits as integers, so that NaN compares by its payload."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.resolve_neg().contiguous().view(integers[tensor.element_size()])
 
@@ -202,7 +202,7 @@ LIMITS = {
 
 
 def nonsense(kind: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of six requests that a host would refuse, and those that they count as."""
+    """Return arguments of six requests that the host would refuse, and the equivalent valid arguments."""
     drafts, temperature = arguments["draft_token_ids"], torch.tensor([0.7, 1.0, 0.3, 0.9, 1.3, 0.5])
     if kind == "ids":
         bad = torch.tensor([1040, -7, 2**40, LOW, HIGH, 2**32])
@@ -236,15 +236,15 @@ def test_values_that_make_no_sense_on_a_device_count_as_harmless_ones(method, ba
 
 
 PLACES = [
-    # Decreasing, from far before the first row, sound, decreasing, five rows, none, beyond the last row; slots outside.
+    # Decreasing; far before the first row; valid; decreasing; five rows; none; beyond the last row; slots out of range.
     ([HIGH, LOW, 1, 4, 3, 8, 8, 10], [4, 0, 1, 2, 3, 2, 2]),
     ([0, 1, 2, 3, 5, 6, 7, 8], [0, 5, -1, HIGH, LOW, 2**31, 4]),
 ]
-"""Row starts and slots of seven requests of three drafts at most, where there are eight rows and five slots."""
+"""Row starts and slots of seven requests of at most three drafts, with eight rows and five slots."""
 
 
 def is_sound(starts: list[int], slots: list[int], request: int) -> bool:
-    """Whether a request has rows and a slot."""
+    """Return whether a request has valid rows and a valid slot."""
     first, end = starts[request : request + 2]
     return 0 <= first < end <= 8 and end - first <= 4 and 0 <= slots[request] < 5
 
@@ -256,7 +256,7 @@ def is_sound(starts: list[int], slots: list[int], request: int) -> bool:
 def test_a_request_whose_rows_or_slot_cannot_be_is_invalid_and_is_not_read(
     method, backend, places, truncation, drafts, report
 ):
-    """It emits token 0, which has all the probability; no other request changes."""
+    """It emits token 0, with probability 1; no other request changes."""
     case = ORDINARY._replace(
         method=method, backend=backend, vocab=40, truncation=truncation, drafts=drafts, report=report
     )
@@ -279,7 +279,7 @@ def test_a_request_whose_rows_or_slot_cannot_be_is_invalid_and_is_not_read(
 
 
 def output_without_rows(like: SamplerOutput) -> SamplerOutput:
-    """The output of one request that has no rows, with the fields of another."""
+    """Return the output of one request without rows, with the fields of another output."""
     nothing = {
         "num_accepted": 0,
         "num_draft_tokens": 0,
@@ -311,7 +311,7 @@ GPU_CASES = [case for case in [*EAGER, *KERNELS] if device_of(case) == "cuda"]
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_a_captured_call_returns_for_new_inputs_what_a_call_does_and_neither_waits_for_the_device(case):
-    """The same memory then holds the requests in another order: other rows, lengths, slots, limits and adjustments."""
+    """The replay sees the requests in another order: other rows, lengths, slots, limits and adjustments."""
     first = arguments_of(case)
     requests = range(len(first["target_logits"]))
     static, second = (laid_out(case, chosen(first, order)) for order in (requests, requests[::-1]))

@@ -1,4 +1,4 @@
-"""Tiny models and what is expected of them, for the tests of generation with Hugging Face models.
+"""Tiny models and their expected texts, for the tests of generation with Hugging Face models.
 
 Models are random and float64, with large weights: their distributions are peaked, so rounding does not change
 tokens. The oracle is `one_by_one`, which uses no cache, no batch and no padding.
@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from specdecode.integrations.transformers import PromptLookup, generate  # noqa: E402
 
 VOCAB = 8
-NEW = 16
+NEW = 12
 PROMPTS = [[3, 1, 4, 1, 5], [2], [7, 1, 0], [6, 6, 2, 5, 3, 1, 4], [0, 5]]
 TEMPERATURE = torch.tensor([1.0, 0.7, 0.0, 1.3, 0.0])
 TRUNCATION = {
@@ -89,7 +89,7 @@ def bert(model_class, is_decoder):
 
 
 def decoder(model_class, **options):
-    """The decoder of an encoder-decoder, which takes no position_ids."""
+    """Return the decoder of an encoder-decoder, which takes no position_ids."""
     config = model_class.config_class(
         vocab_size=VOCAB,
         d_model=16,
@@ -107,7 +107,7 @@ def decoder(model_class, **options):
 
 
 def phi3(switch):
-    """Rotary factors that differ by a factor of 9 beyond `switch` tokens."""
+    """Return a model whose rotary factors change by a factor of 9 beyond `switch` tokens."""
     rotary = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4}
     config = transformers.Phi3Config(
         vocab_size=VOCAB,
@@ -127,7 +127,7 @@ def phi3(switch):
 
 
 def noisy(model, scale, seed=1):
-    """A drafter that correlates with the target: its weights plus noise."""
+    """Return a drafter that correlates with the target: the target's weights plus noise."""
     model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -147,14 +147,14 @@ DRAFTERS = {
 
 
 def padded(prompts):
-    """Left-padded ids, the padding being ids that no embedding knows, and the mask."""
+    """Return left-padded ids and the mask; padding ids are outside every embedding."""
     width = max(map(len, prompts))
     ids = torch.tensor([[-100] * (width - len(prompt)) + prompt for prompt in prompts])
     return ids, (ids >= 0).long()
 
 
 def texts(output, prompts=PROMPTS):
-    """Prompt and new tokens of every request, without padding."""
+    """Return prompt and new tokens of every request, without padding."""
     width = max(map(len, prompts))
     rows = zip(prompts, output.sequences.tolist(), output.num_generated.tolist())
     return [row[width - len(prompt) : width + count] for prompt, row, count in rows]
@@ -181,12 +181,12 @@ HOT = 2 * TEMPERATURE
 
 
 def of_request(i):
-    """The truncation of one request, as plain numbers."""
+    """Return the truncation of one request, as plain numbers."""
     return {name: values[i].item() for name, values in TRUNCATION.items()}
 
 
 def with_config(model, **fields):
-    """The same model with a generation config of its own."""
+    """Return the same model with its own generation config."""
     model = copy.copy(model)
     model.generation_config = transformers.GenerationConfig(**fields)
     return model

@@ -1,11 +1,11 @@
-"""What plain seeded sampling gives: request i has seed 100 + i."""
+"""The texts of plain seeded sampling: request i has seed 100 + i."""
 
 import pytest
 
 
 @pytest.fixture(scope="session")
 def plain():
-    """Per target."""
+    """Plain texts, by target."""
     from tests.hugging_face.common import NEW, PROMPTS, TARGETS, TEMPERATURE, one_by_one
 
     return {
@@ -16,7 +16,7 @@ def plain():
 
 @pytest.fixture(scope="session")
 def truncated():
-    """When rows are truncated, per target."""
+    """Plain texts with truncated rows, by target."""
     from tests.hugging_face.common import HOT, NEW, PROMPTS, TARGETS, of_request, one_by_one
 
     expected = {}

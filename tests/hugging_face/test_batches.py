@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode import AcceptanceSchedule, RejectionSampler
+from tests.conftest import combine
 from tests.hugging_face.common import (
     DRAFTERS,
     HOT,
@@ -36,9 +37,10 @@ from specdecode.integrations.transformers.models import CachedModel  # noqa: E40
 
 
 class TestBatching:
-    @pytest.mark.parametrize("method", ["probabilistic", "block"])
-    @pytest.mark.parametrize("truncates", [False, True])
-    @pytest.mark.parametrize("drafter", ["close", "far", "lookup"])
+    @pytest.mark.parametrize(
+        ("drafter", "truncates", "method"),
+        combine(["close", "far", "lookup"], [False, True], ["probabilistic", "block"]),
+    )
     def test_a_request_alone_says_what_it_says_in_a_batch(self, drafter, truncates, method):
         target, draft = TARGETS["llama"], DRAFTERS[drafter](TARGETS["llama"])
         together = texts(ragged(target, draft, method=method, temperature=HOT, **TRUNCATION if truncates else {}))
@@ -143,7 +145,7 @@ class TestLimits:
     def test_positions_by_distance_go_on_without_end(self):
         sizes = {"vocab_size": VOCAB, "hidden_size": 16, "n_head": 2, "n_layer": 2, "bos_token_id": None}
         config = transformers.BloomConfig(**sizes, eos_token_id=None)
-        target = build(transformers.BloomForCausalLM, config).float()  # in float64 its masks of padding overflow
+        target = build(transformers.BloomForCausalLM, config).float()  # its padding masks overflow in float64
         ids, mask = padded(PROMPTS)
         options = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
         expected = target.generate(ids.clamp(min=0), **options)[:, -NEW:]
@@ -182,7 +184,7 @@ class TestCaches:
 
     @pytest.mark.parametrize("method", ["strict", "block"])
     def test_each_draft_is_drawn_at_its_position_and_offset(self, method):
-        # The offset is what gives a position other noise when a later step of block verification drafts it again.
+        # The offset changes the noise of a position that a later step of block verification drafts again.
         drawn = []
 
         class Recorder(RejectionSampler):
@@ -216,7 +218,7 @@ class TestCaches:
         "mutant", ["keeps rejected columns", "moves all rows alike", "drops no finished row's cache"]
     )
     def test_mutants_are_caught(self, mutant, monkeypatch, plain):
-        """Break the roll-back and see the tokens of strict verification change."""
+        """Break the roll-back: the tokens of strict verification change."""
         target = TARGETS["llama"]
         original = CachedModel.realign
 

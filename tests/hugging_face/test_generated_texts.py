@@ -1,4 +1,4 @@
-"""Texts generated with Hugging Face models: the texts of plain sampling, or its distribution."""
+"""Texts generated with Hugging Face models: equal to plain sampling, or with its distribution."""
 
 from itertools import product
 
@@ -74,8 +74,8 @@ class TestGreedy:
 class TestDistribution:
     """Chi-square of the joint distribution of 3 tokens, by many requests with different seeds in one call.
 
-    With 50,000 requests and at most 63 degrees of freedom a distribution that is wrong by a total variation of 0.027 is seen
-    999 times in 1,000: N = lambda / (4 TV^2), lambda = 142.
+    With 50,000 requests and at most 63 degrees of freedom, an error of total variation 0.027 is found 999 times in 1,000:
+    N = lambda / (4 TV^2), lambda = 142.
     """
 
     VOCAB, NEW, REQUESTS = 4, 3, 50_000
@@ -83,7 +83,7 @@ class TestDistribution:
 
     @torch.no_grad()
     def distribution(self, model):
-        """The joint distribution by enumeration: [VOCAB ** NEW] probabilities."""
+        """Return the joint distribution by enumeration: [VOCAB ** NEW] probabilities."""
         ids = torch.tensor([[*self.PROMPT, *tokens] for tokens in product(range(self.VOCAB), repeat=self.NEW)])
         log_probs = model(input_ids=ids).logits.log_softmax(-1)[:, -self.NEW - 1 : -1]
         return log_probs.gather(2, ids[:, -self.NEW :, None]).sum((1, 2)).exp().numpy()
@@ -143,7 +143,7 @@ class TestTruncation:
     @pytest.mark.parametrize("options", [{}, TRUNCATION, {"top_k": 4, "generation_config": CONFIG}], ids=str)
     @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
     def test_a_drafter_that_is_the_target_is_always_right(self, method, options):
-        # The rows of the draft model are processed and truncated as those of the target, each with its own prefix.
+        # The draft model's rows are processed and truncated like the target's, each with its own prefix.
         for target in TARGETS.values():
             assert ragged(target, target, method=method, **options).stats.acceptance_rate == 1
 
@@ -188,7 +188,7 @@ class TestTruncation:
 
 
 def with_vocabulary(model, size):
-    """The same model with fewer or more tokens; those that it gains are twice as likely as the likeliest."""
+    """Return the same model with fewer or more tokens; new tokens are twice as likely as the likeliest."""
     other, weights = llama(size, layers=1), model.state_dict()
     for name, weight in other.state_dict().items():
         kept = min(len(weight), len(weights[name]))
@@ -204,8 +204,8 @@ def with_vocabulary(model, size):
 class TestTruncatedDistribution:
     """The chi-square of `TestDistribution`, with rows that are truncated, and draft vocabularies of other sizes.
 
-    With 30,000 requests and at most 26 degrees of freedom a distribution that is wrong by a total variation of 0.031 is seen
-    999 times in 1,000: N = lambda / (4 TV^2), lambda = 110.
+    With 30,000 requests and at most 26 degrees of freedom, an error of total variation 0.031 is found 999 times in 1,000:
+    N = lambda / (4 TV^2), lambda = 110.
     """
 
     REQUESTS, NEW, PROMPT = 30_000, 3, (0, 0, 3, 3)
@@ -213,7 +213,7 @@ class TestTruncatedDistribution:
 
     @torch.no_grad()
     def distribution(self, model, vocab, new):
-        """The joint distribution of truncated rows, by enumeration: {tokens: probability}."""
+        """Return the joint distribution of truncated rows, by enumeration: {tokens: probability}."""
         joint = {(): 1.0}
         for _ in range(new):
             prefixes = list(joint)
@@ -232,7 +232,7 @@ class TestTruncatedDistribution:
         return softmax(kept / self.SAMPLING.temperature)
 
     def counts(self, output, joint):
-        """How often each sequence of tokens occurred, in the order of `joint`; none may occur that is not in it."""
+        """Return the count of each sequence of tokens, in the order of `joint`; no other sequence may occur."""
         found = dict.fromkeys(joint, 0)
         sequences, counts = output.sequences[:, len(self.PROMPT) :].unique(dim=0, return_counts=True)
         for tokens, count in zip(sequences.tolist(), counts.tolist()):
@@ -271,7 +271,7 @@ class TestTruncatedDistribution:
     @pytest.mark.parametrize("method", ["probabilistic", "block"])
     def test_drafts_of_whole_rows_are_caught(self, method):
         class Careless(RejectionSampler):
-            """Draws drafts from whole rows, and hands on what truncated rows would give."""
+            """Draws drafts from whole rows, and returns the logsumexp and cutoff of truncated rows."""
 
             def draft(self, logits, *arguments, top_k, top_p, min_p, **options):
                 whole = super().draft(logits, *arguments, **options)

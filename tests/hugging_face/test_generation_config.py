@@ -1,4 +1,4 @@
-"""Generation configs and other arguments of `generate`: what they do, and what is refused."""
+"""Generation configs and other arguments of `generate`: effects, and refused values."""
 
 import copy
 import re
@@ -35,7 +35,7 @@ from specdecode.integrations.transformers.generation_config import (  # noqa: E4
 
 
 class Ban(transformers.LogitsProcessor):
-    """A processor of a user: no token may follow itself, or a token that is one less."""
+    """A user's processor: no token may follow itself, or the token before it in the vocabulary."""
 
     def __call__(self, input_ids, scores):
         scores = scores.scatter(1, input_ids[:, -1:], -torch.inf)
@@ -53,7 +53,7 @@ GIVEN = {
 
 class TestGenerationConfig:
     def expected(self, target, alone=False):
-        """What transformers generates greedily for all prompts at once, or for each alone: new tokens of every request."""
+        """Return transformers' greedy new tokens of every request, for all prompts at once or one by one."""
         options = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
         prompts = [padded([prompt]) for prompt in PROMPTS] if alone else [padded(PROMPTS)]
         rows = [
@@ -65,7 +65,7 @@ class TestGenerationConfig:
     @pytest.mark.parametrize("field", FIELDS)
     def test_greedy_tokens_are_those_of_transformers(self, field):
         target = with_config(TARGETS["llama"], do_sample=False, **FIELDS[field])
-        # In a padded batch transformers takes the padding for tokens, and bans n-grams that occur in it.
+        # In a padded batch transformers treats padding as tokens, and bans n-grams that occur in it.
         alone = {"no_repeat_ngram_size", "forced_bos_token_id"} & FIELDS[field].keys()
         expected = self.expected(target, alone)
         assert not torch.equal(expected, self.expected(TARGETS["llama"])[:, : expected.shape[1]])  # the field matters
@@ -91,7 +91,7 @@ class TestGenerationConfig:
         assert texts(ragged(target, None, **options)) == expected
         expected = texts(ragged(bare, None, temperature=0.9, generation_config=four, **new))
         assert texts(ragged(target, None, **options | {"temperature": 0.9, "top_k": 0})) == expected
-        assert given_config.top_k is None  # which was not written to
+        assert given_config.top_k is None  # the config is unchanged
 
     def test_the_config_decides_how_tokens_are_drawn(self):
         bare = TARGETS["llama"]

@@ -1,4 +1,4 @@
-"""Which Hugging Face models can be used, and what is said of others."""
+"""Usable Hugging Face models, and the errors of others."""
 
 import copy
 
@@ -42,7 +42,7 @@ class TestModels:
 
     @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
     def test_tokens_that_the_draft_model_lacks_are_never_drafted(self, method):
-        # All logits of the draft are near -50: a token of logit 0 beside them would be drafted every time.
+        # All logits of the draft are near -50: a token of logit 0 would be drafted every time.
         target, draft, steps = llama(200), llama(198, layers=1), []
 
         def lower(_model, _inputs, output):
@@ -72,7 +72,7 @@ class TestModels:
                 return self.model(*args, **kwargs)
 
         class Adapter(Wrapper):
-            """As in PEFT: some arguments by name, the others handed on."""
+            """As in PEFT: some arguments by name, the others passed on."""
 
             def get_base_model(self):
                 return self.model
@@ -164,7 +164,7 @@ class TestModels:
 
     @pytest.mark.parametrize("drafter", ["none", "look-up", "model"])
     def test_logits_that_are_not_numbers_are_refused(self, drafter):
-        # The third prompt ends in a token without an embedding. Its first step has no drafts, drafts or a model's drafts.
+        # The third prompt ends in a token without an embedding.
         target = copy.deepcopy(TARGETS["llama"])
         with torch.no_grad():
             target.get_input_embeddings().weight[PROMPTS[2][-1]] = torch.nan

@@ -1,4 +1,4 @@
-"""Logits processors are given texts that a request can have: never made-up tokens, nor what follows the end of a text.
+"""Logits processors receive only texts that a request can have: no invented tokens, and no tokens after the end of a text.
 
 A grammar, a table by position or a set of rules knows nothing of other texts, and may raise.
 """
@@ -22,7 +22,7 @@ CHAINS = [[1, 3, 4, 6, 1, 3], [2, 4], [6, 1, 2, 3, 5, 6, 1, 2], [0, 1, 3, 4, 6, 
 
 
 class Grammar:
-    """Knows texts of the chains' grammar after one of the prompts, up to the stop token, and raises for others."""
+    """Accepts texts of the chains' grammar after one of the prompts, up to the stop token; raises for other texts."""
 
     def __init__(self, prompts, most=NEW):
         self.prompts, self.most, self.seen = prompts, most, []
@@ -61,7 +61,7 @@ class Table:
 
 
 class Count:
-    """Raises the score of the stop token with every token, as a budget does."""
+    """Increases the score of the stop token with every token, like a budget."""
 
     def __init__(self, prompts, most=NEW):
         self.limit, self.seen = max(map(len, prompts)) + most, []
@@ -78,7 +78,7 @@ BATCHES = {"all": CHAINS, "two": CHAINS[:2], "one": CHAINS[:1]}
 
 
 def by_transformers(target, prompt, processor, new):
-    """The greedy text of one request, from transformers' own loop."""
+    """Return the greedy text of one request, from transformers' own loop."""
     mask = torch.ones(1, len(prompt), dtype=torch.int64)
     options = {"do_sample": False, "max_new_tokens": new, "eos_token_id": STOP, "pad_token_id": 0}
     ids = torch.tensor([prompt])
@@ -118,7 +118,7 @@ def test_sampled_requests_reach_no_text_that_they_cannot_have(name, drafter, met
 
 @pytest.mark.parametrize("drafter", ["close", "lookup"])
 def test_requests_that_are_ahead_reach_no_text_past_their_limit(drafter):
-    # A request that has accepted more than others may draft fewer tokens than they.
+    # A request that has accepted more drafts than others may draft fewer.
     target, left = TARGETS["llama"], []
     prompts = [[5, 5, 5, 5, 5], [2], [7, 1, 0], [6, 6, 2, 5, 3, 1, 4], [1, 5]]
 
@@ -134,7 +134,7 @@ def test_requests_that_are_ahead_reach_no_text_past_their_limit(drafter):
 
 
 def test_a_draft_that_truncation_leaves_out_ends_what_is_processed():
-    # Look-up drafts 1, then 2; 1 is at most the third of the target's tokens after 3, and two are kept.
+    # Look-up drafts 1, then 2; 1 is at best the target's third token after 3, and two tokens are kept.
     target, seen = TARGETS["llama"], []
 
     def watch(input_ids, scores):
@@ -167,7 +167,7 @@ def test_a_synthetic_sampler_has_what_it_accepts_processed():
 
 
 def test_a_draft_model_whose_row_is_forbidden_altogether_drafts_no_further():
-    # After a 4 the processor leaves nothing to draft models, but one token to the target.
+    # After a 4 the processor leaves no token to draft models, and one token to the target.
     target, draft, calls = TARGETS["llama"], noisy(TARGETS["llama"], 0.03), []
 
     def processor(input_ids, scores):

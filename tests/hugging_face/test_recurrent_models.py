@@ -1,4 +1,4 @@
-"""Models with another state than keys and values are refused by name, before anything is computed."""
+"""Models with state other than keys and values are refused by name, before any computation."""
 
 import pytest
 import torch

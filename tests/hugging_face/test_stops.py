@@ -1,4 +1,4 @@
-"""Texts end with stop tokens and stop strings where transformers' do, whatever is drafted."""
+"""Texts end with stop tokens and stop strings where transformers' texts end, for all drafts."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ WORDS = ["a", "b", "ab", " c", "ca", "d", "bd", "<s>"]
 
 
 def word_tokenizer():
-    """A tokenizer whose token i decodes to WORDS[i]. The tokens of letters after them are for transformers' own use."""
+    """Return a tokenizer whose token i decodes to WORDS[i]. The tokens of letters after them are for transformers."""
     model = tokenizers.models.BPE({word: i for i, word in enumerate([*WORDS, "c", "e", "f"])}, [])
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.decoder = tokenizers.decoders.Fuse()
@@ -88,7 +88,7 @@ class TestStopTokens:
         target = with_config(TARGETS["llama"])
         setattr(
             target.generation_config, field, value
-        )  # as a file may have it, which transformers' class does not take
+        )  # a file may have it, but transformers' class does not accept it
         with pytest.raises(TypeError, match=rf"^generation_config: expected {field} to be an int"):
             ragged(target, None)
 
@@ -107,7 +107,7 @@ class TestPadding:
 
     def test_is_one_token(self):
         target = with_config(TARGETS["llama"])
-        target.generation_config.pad_token_id = [6, 7]  # which transformers' class does not take as an argument
+        target.generation_config.pad_token_id = [6, 7]  # transformers' class does not accept it as an argument
         with pytest.raises(TypeError, match=r"^generation_config: expected pad_token_id to be one id, got \[6, 7\]"):
             ragged(target, None)
 
@@ -137,7 +137,7 @@ class TestStopStrings:
                 new = len(text) - len(prompt)
                 for n in range(1, new + 1):
                     before, after = spelled(text[: len(prompt) + n - 1]), spelled(text[: len(prompt) + n])
-                    # Whether a string ends within the last token: only the characters that it adds can complete one.
+                    # A string is complete only if it ends within the characters of the last token.
                     complete = any(stop in after[max(0, len(before) - len(stop) + 1) :] for stop in stops)
                     assert complete == (n == new and new < NEW) or (complete and n == new)
                 ended += new < NEW

@@ -1,4 +1,4 @@
-"""The width of a model's logits decides what it can emit, whatever its config names; and what is no model is refused."""
+"""The width of a model's logits defines its tokens, not its config; and objects that are not language models are refused."""
 
 import copy
 
@@ -16,7 +16,7 @@ WIDER = 12
 
 
 def widened(model, embeddings=WIDER, head=WIDER):
-    """The model with more tokens by hand, the new ones likelier than the others; its config keeps the old number."""
+    """Return the model with more tokens, the new ones likelier than the others; its config keeps the old number."""
     model, generator = copy.deepcopy(model), torch.Generator().manual_seed(5)
 
     def longer(weight, rows):
@@ -81,7 +81,7 @@ class TestWidths:
 
 
 class Bare(torch.nn.Module):
-    """A wrapper that says nothing of what it wraps."""
+    """A wrapper without information about the wrapped model."""
 
     def __init__(self, model):
         super().__init__()

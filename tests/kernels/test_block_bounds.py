@@ -1,4 +1,4 @@
-"""Summing a few blocks, in the order of their bounds, finds the same block as summing all."""
+"""Summing a few blocks, in the order of their bounds, finds the same block as summing all blocks."""
 
 import math
 from dataclasses import replace
@@ -28,7 +28,7 @@ from tests.support.kernels import (
     FEW,
     LARGE,
     MANY,
-    Steps,
+    PlannedCall,
     impossible_drafts,
     needs_interpreter,
     run_kernel,
@@ -38,7 +38,7 @@ from tests.support.kernels import (
 
 
 class Found(NamedTuple):
-    """What is found about the residual of each request's first row."""
+    """The results for the residual of each request's first row."""
 
     sums_ptr: Pointer  # [batch, num_blocks] float32
     blocks_ptr: Pointer  # [batch, 2] int32: the block drawn by bounds, and by all sums
@@ -77,11 +77,11 @@ def search_kernel(inputs, workspace, sizes, config, found):
 
 
 def search(batch, *, top: int, columns: int, max_blocks: int | None = None):
-    """Search the residual of each first row, and check what is found."""
-    steps = Steps("probabilistic", batch.to(DEVICE), **FEW)
-    steps.run(steps.launches[0])
-    requests, sizes = len(batch.seeds), steps.bundle("sizes")
-    config = steps.bundle("config", kernels.plan.emit_kernel)
+    """Search the residual of each first row, and check the results."""
+    planned = PlannedCall("probabilistic", batch.to(DEVICE), **FEW)
+    planned.run(planned.launches[0])
+    requests, sizes = len(batch.seeds), planned.bundle("sizes")
+    config = planned.bundle("config", kernels.plan.emit_kernel)
     config = config._replace(TOP=top, BLOCKS=columns, BLOCK_N=128 if ON_GPU else 512)
     if max_blocks is not None:
         sizes = sizes._replace(MAX_BLOCKS=max_blocks)
@@ -89,7 +89,7 @@ def search(batch, *, top: int, columns: int, max_blocks: int | None = None):
     sums = torch.full((requests, sizes.num_blocks), torch.nan, device=DEVICE)
     blocks, holds = integers[:, :2].contiguous(), integers[:, 2].contiguous()
     found = Found(sums, blocks, holds)
-    steps.run_kernel(search_kernel, requests, ["inputs", "workspace"], sizes, config, found)
+    planned.run_kernel(search_kernel, requests, ["inputs", "workspace"], sizes, config, found)
     assert (holds == 1).all()
     assert torch.equal(blocks[:, 0], blocks[:, 1])
 
@@ -99,7 +99,7 @@ def search(batch, *, top: int, columns: int, max_blocks: int | None = None):
 )
 @pytest.mark.parametrize("vocab", small(6160, 151_936, 50_257))
 def test_what_is_found_by_bounds_is_what_is_found_by_summing_all(vocab, closeness, top, columns):
-    requests = 300 if ON_GPU else 8 if closeness == 3 else 2  # there sums in different orders often differ
+    requests = 300 if ON_GPU else 8 if closeness == 3 else 2  # then sums in different orders often differ
     batch = impossible_drafts(requests, vocab, closeness)
     search(batch, top=top, columns=columns)
 
@@ -112,7 +112,7 @@ def test_a_residual_of_nothing_selects_no_block():
 
 @pytest.mark.parametrize(("vocab", "max_blocks"), [(8192, 8), (6160, 2**12 if ON_GPU else 2**17)])
 def test_bounds_hold_however_many_bits_of_a_key_say_which_block(vocab, max_blocks):
-    """Keys of 3 bits for the block, and of 17: of a bound that leaves 28, or 14 with 5 after the point."""
+    """Keys with 3 bits for the block, and with 17: they leave 28 bits of a bound, or 14 with 5 bits of the mantissa."""
     batch = impossible_drafts(5 if ON_GPU else 3, vocab, 0.3)
     search(batch, top=1, columns=4, max_blocks=max_blocks)
 
@@ -127,7 +127,7 @@ def test_p_bounds_its_residual_at_the_largest_temperatures_too(temperature):
 
 
 def test_p_bounds_its_residual_where_both_are_next_to_nothing():
-    """Blocks 100 nats below the first, in which the sums of p are rounded to a few bits."""
+    """Blocks 100 nats below the first, whose sums of p are rounded to a few bits."""
     requests = 24 if ON_GPU else 4
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(requests, 2, 4096, generator=generator) - 100
@@ -140,7 +140,7 @@ def test_p_bounds_its_residual_where_both_are_next_to_nothing():
 
 @needs_interpreter
 def test_little_is_read_again_of_rows_that_differ(monkeypatch):
-    """Counted: the blocks that are summed at once."""
+    """Count the blocks that are summed at once."""
     summed, residual_sums = [], residual.residual_sums
 
     def counted(target, *arguments):

@@ -1,4 +1,4 @@
-"""What the tests change of Triton's interpreter computes what it did before."""
+"""The tests' changes of Triton's interpreter do not change its results."""
 
 from typing import NamedTuple
 
@@ -11,17 +11,17 @@ from tests.support.kernels import DEVICE, needs_interpreter, run_kernel
 
 
 class Reduced(NamedTuple):
-    """A matrix, and what its rows and columns are reduced to."""
+    """A matrix, and the reductions of its rows and columns."""
 
     values_ptr: Pointer  # [4, 8] float32
     rows_ptr: Pointer  # [2, 4] float32: the first and the last number of each row
-    columns_ptr: Pointer  # [2, 8] float32: those of each column
-    row_ptr: Pointer  # [2] float32: those of the first row
+    columns_ptr: Pointer  # [2, 8] float32: the same of each column
+    row_ptr: Pointer  # [2] float32: the same of the first row
 
 
 @triton.jit
 def first_and_last(first, last, next_first, next_last):
-    """Return a number and another one: associative, and not commutative."""
+    """Return the first and the last of two pairs: associative, and not commutative."""
     return first, next_last
 
 
@@ -53,7 +53,7 @@ def test_reductions_are_in_order_along_any_axis():
 
 @needs_interpreter
 def test_types_are_described_as_triton_describes_them():
-    """The first of a kind and the next, which has the first's attributes."""
+    """The first type of a kind, and the next one, which reuses the first's attributes."""
     for element in (tl.float32, tl.bfloat16, tl.pointer_type(tl.float32), tl.pointer_type(tl.bfloat16)):
         for shape in ([2, 4], [4, 2], [tl.constexpr(2), tl.constexpr(4)]):
             for _ in range(2):
@@ -71,7 +71,7 @@ def test_types_are_described_as_triton_describes_them():
 
 
 class Operands(NamedTuple):
-    """Numbers of three types, and what operations make of them."""
+    """Numbers of three types, and the results of operations."""
 
     floats_ptr: Pointer  # [4] float32
     integers_ptr: Pointer  # [4] int32
@@ -97,7 +97,7 @@ def operate_kernel(operands):
 @needs_interpreter
 def test_operands_of_all_types_give_what_they_should_again_and_again():
     x, i, n = torch.tensor([0.5, -2, 3, 1e-30]), torch.tensor([7, -5, 0, 9]).int(), torch.tensor([2**40, -1, 6, 3])
-    for _ in range(2):  # what is learned from the first numbers computes with the others
+    for _ in range(2):  # operations recorded with the first numbers are reused for the others
         unsigned = i.long() % 2**32
         want = [
             *(x + 1, x + 1.0, x * 0.0, 1 / x, x - i, i + 1, 1 - i, i + n, i & 3, i & n),

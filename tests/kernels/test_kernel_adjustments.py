@@ -1,4 +1,4 @@
-"""Adjustments in the kernels: rows that are searched or computed again, and the bits of rows that nothing adjusts."""
+"""Adjustments in the kernels: rows that are searched or recomputed, and the bits of rows without adjustments."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,13 +17,13 @@ from tests.support.oracle import assert_equals_oracle
 
 
 def computed(method: str, batch: Case, adjustments: Adjustments | None, way: str = "few", **options: Any) -> tuple:
-    """The arguments of a call, and the kernels' output."""
+    """Return the arguments of a call, and the kernels' output."""
     call = on(DEVICE, {**vars(batch), "adjustments": adjustments, **options})
     return call, run(ORDINARY._replace(method=method, backend=f"triton {way}"), call)
 
 
 def verify(method: str, *arguments: Any, **options: Any) -> SamplerOutput:
-    """The kernels' output, which is the oracle's."""
+    """Return the kernels' output after comparing it with the oracle's."""
     call, output = computed(method, *arguments, **options)
     assert_equals_oracle(method, call, output, "triton")
     return output
@@ -31,7 +31,7 @@ def verify(method: str, *arguments: Any, **options: Any) -> SamplerOutput:
 
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 800}])
 def test_the_cutoff_of_a_wide_row_is_that_of_its_adjusted_logits(options):
-    """More is kept than can be compared in pairs, so the row is searched, by float32 ordinals, not bfloat16's."""
+    """More tokens are kept than can be compared in pairs, so the row is searched, by float32 ordinals, not bfloat16's."""
     batch = case(3, 0, 1104, torch.bfloat16, greedy=0, seed=6)
     batch = replace(batch, target_logits=(8 + batch.target_logits * 0.1).bfloat16())
     adjustments = adjustments_for(batch, "penalties")
@@ -45,7 +45,7 @@ def test_the_cutoff_of_a_wide_row_is_that_of_its_adjusted_logits(options):
 
 @pytest.mark.parametrize("options", [{"top_k": 800}, {}], ids=["wide", "not finite"])
 def test_drafts_before_a_row_count_in_what_rarely_runs(options):
-    """A search of the whole row, and a block with a NaN: functions of their own, which load the drafts again."""
+    """A search of the whole row, and a block with a NaN: separate functions that load the drafts again."""
     batch = case(2, 2, 1104, torch.float32, greedy=0, seed=8)
     rows, drafts = batch.target_logits.mul_(0.02), torch.tensor([[5, 900], [600, 4]])
     for request, ids in enumerate(drafts.tolist()):
@@ -77,7 +77,7 @@ def test_it_is_a_call_with_the_rows_adjusted_before(method, way):
 @pytest.mark.parametrize(("kind", "options"), [("all", {}), ("mask", {"top_k": 7})])
 def test_raw_log_probabilities_are_of_the_models_own_logits(kind, options):
     batch = case(4, 2, 1104, torch.bfloat16, seed=4)
-    batch.target_logits[:, :, 7] = 300  # whose weight would overflow beside the largest that is allowed
+    batch.target_logits[:, :, 7] = 300  # its weight relative to the largest allowed logit would overflow
     adjustments = adjustments_for(batch, kind)
     adjustments.allowed_mask[:, :, 0] &= ~(1 << 7)
     verify("probabilistic", batch, adjustments, logprobs="raw", **options)
@@ -85,7 +85,7 @@ def test_raw_log_probabilities_are_of_the_models_own_logits(kind, options):
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "min_p": 0.01}])
 def test_a_request_without_them_keeps_its_bits(options):
-    """Beside requests that have some. Rows are then read by other instructions, summed in the same order."""
+    """Other requests have adjustments. Rows are then read by other instructions, but summed in the same order."""
     batch = case(4, 1, 1104, torch.bfloat16, seed=5)
     adjustments = adjustments_for(batch)  # requests 0 and 3 have none
     for method in ("strict", "probabilistic", "block") if ON_GPU or not options else ("probabilistic",):

@@ -1,4 +1,4 @@
-"""Block verification decides without reading, and by sums that programs share."""
+"""Block verification decides without reading, and by sums that are shared between programs."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from tests.conftest import ON_GPU
 from tests.support.differential import FLOAT32_BAND, Case, assert_same_tokens, case
 from tests.support.kernels import (
     DEVICE,
-    Steps,
+    PlannedCall,
     assert_same,
     expected,
     in_question,
@@ -29,15 +29,15 @@ from tests.support.kernels import (
 REJECTED, OPEN, ACCEPTED = (value.value for value in (block.REJECTED, block.OPEN, block.ACCEPTED))
 
 
-def terms_of(steps: Steps, field: Any) -> np.ndarray:
-    """What the workspace keeps of each number of drafts: [batch, num_draft_tokens + 1]."""
-    sizes = steps.bundle("sizes")
+def terms_of(planned: PlannedCall, field: Any) -> np.ndarray:
+    """Return a field of the workspace's terms for each number of drafts, [batch, num_draft_tokens + 1]."""
+    sizes = planned.bundle("sizes")
     shape = sizes.batch, sizes.num_draft_tokens + 1, block.TERMS.value
-    return steps.parts["terms"].view(shape)[..., field.value].cpu().double().numpy()
+    return planned.parts["terms"].view(shape)[..., field.value].cpu().double().numpy()
 
 
 def reference_choices(batch: Case, request: int, with_logits: bool) -> list[tuple[Any, float, bool]]:
-    """For each number of drafts: what the reference decides, log c, and whether only a residual of two rows can tell."""
+    """Return for each number of drafts the reference's decision, log c, and whether a residual of two rows decides."""
     target, ids, draft = batch.rows(request)
     numbers = batch.request(request)
     temperature, seed, position = numbers["temperature"], numbers["seed"], numbers["position"]
@@ -66,13 +66,13 @@ def test_what_is_decided_without_reading_is_what_the_reference_decides(kind):
     requests = 300 if ON_GPU else 16
     batch = in_question(requests, 4, 50)
     batch.draft_token_ids[0, 3] = -1
-    batch.target_logits[1::2, 2, 7] = torch.inf  # point masses, of which the mass is known
+    batch.target_logits[1::2, 2, 7] = torch.inf  # point masses, whose residual mass is known
     batch.draft_logits[1::2, 2, 7] += 7
     batch.draft_logits[2::4, 1, 5] = torch.inf
     batch.draft_token_ids[2::4, 1] = 5
-    steps = Steps(kind, batch.to(DEVICE), large=False)
-    steps.run(*steps.launches[:3])
-    decisions, log_ratios = terms_of(steps, block.DECISION), terms_of(steps, block.LOG_C)
+    planned = PlannedCall(kind, batch.to(DEVICE), large=False)
+    planned.run(*planned.launches[:3])
+    decisions, log_ratios = terms_of(planned, block.DECISION), terms_of(planned, block.LOG_C)
     counts = dict.fromkeys((REJECTED, OPEN, ACCEPTED), 0)
     for request in range(requests):
         choices = reference_choices(batch, request, kind != "block deterministic")
@@ -89,15 +89,15 @@ def test_what_is_decided_without_reading_is_what_the_reference_decides(kind):
     assert (counts[OPEN] > 0) == (kind != "block deterministic")
 
 
-def steps_of(batch: Case, *, large: bool, programs: int = 7) -> Steps:
-    """The launches of a step, with so many programs that share sums."""
+def planned_call(batch: Case, *, large: bool, programs: int = 7) -> PlannedCall:
+    """Return the launches of a step, with this number of programs for sums."""
     with planned_with(plan, SUM_PROGRAMS=programs):
-        return Steps("block", batch.to(DEVICE), large=large)
+        return PlannedCall("block", batch.to(DEVICE), large=large)
 
 
 def output_of(batch: Case, **way: Any) -> Any:
-    steps = steps_of(batch, **way)
-    return steps.run(*steps.launches).output
+    planned = planned_call(batch, **way)
+    return planned.run(*planned.launches).output
 
 
 @pytest.mark.parametrize("dtype", small(torch.bfloat16, torch.float32))
@@ -125,17 +125,17 @@ def test_they_may_finish_in_any_order(large):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_the_list_names_the_residuals_whose_sum_is_wanted_and_no_others(large):
-    """Those that are open, and in a small batch of rows accepted so far those by whose sums tokens are drawn."""
+    """These are the residuals of open decisions and, in a small batch, residuals that a token may be drawn from."""
     batch = in_question(100 if ON_GPU else 6, 4, 50)
     batch.target_logits[::2, :, 7] += 30
-    steps = steps_of(batch, large=large)
-    steps.run(*steps.launches[:3])
-    decision, offsets = terms_of(steps, block.DECISION), np.arange(5)
+    planned = planned_call(batch, large=large)
+    planned.run(*planned.launches[:3])
+    decision, offsets = terms_of(planned, block.DECISION), np.arange(5)
     accepted = np.where(decision == ACCEPTED, offsets, 0).max(1)[:, None]
     wanted = (decision == OPEN) & (offsets > accepted)
     if not large:
         wanted |= (offsets == accepted) & (offsets < 4)
-    listed = steps.parts["listed"].view(-1, residual.LIST_FIELDS.value)[: steps.parts["state"][0]].tolist()
+    listed = planned.parts["listed"].view(-1, residual.LIST_FIELDS.value)[: planned.parts["state"][0]].tolist()
     assert sorted(listed) == [[request, request, request, offset] for request, offset in np.argwhere(wanted).tolist()]
     assert len(listed) > 0
 
@@ -149,7 +149,7 @@ def test_a_mass_is_found_in_a_block_whose_sum_a_nan_made_nonfinite(large):
     generator = torch.Generator().manual_seed(2)
     draft = target[:, :3] + torch.randn(requests, 3, 3072, generator=generator)
     ids = torch.multinomial(draft.flatten(0, 1).softmax(-1), 1, generator=generator).view(requests, 3)
-    target[..., 1500] = -torch.nan  # negative, which as an integer is small
+    target[..., 1500] = -torch.nan  # negative: small as an integer
     batch = replace(
         batch, target_logits=target, draft_logits=draft, draft_token_ids=ids, temperature=torch.ones(requests)
     )
@@ -160,7 +160,7 @@ def test_a_mass_is_found_in_a_block_whose_sum_a_nan_made_nonfinite(large):
 
 @pytest.mark.parametrize("large", [True, False])
 def test_a_residual_that_rounds_to_nothing_falls_back_to_the_target(large):
-    """P and q differ by a millionth of one token, and these positions' accept decisions have a uniform still closer to 1."""
+    """P and q differ by a millionth at one token, and the uniforms of these positions are still closer to 1."""
     positions = [35_853, 769_517, 1_720_060, 2_957_302]
     requests, vocab, token = len(positions), 2064, 1100
     target = torch.zeros(requests, 2, vocab)
@@ -173,9 +173,9 @@ def test_a_residual_that_rounds_to_nothing_falls_back_to_the_target(large):
         torch.ones(requests, dtype=torch.int64),
         torch.tensor(positions),
     )
-    steps = steps_of(batch, large=large)
-    output = steps.run(*steps.launches).output
+    planned = planned_call(batch, large=large)
+    output = planned.run(*planned.launches).output
     assert (output.num_accepted == 0).all()
     if not large:
-        assert (steps.parts["residual_sums"] == 0).all()
+        assert (planned.parts["residual_sums"] == 0).all()
     assert torch.equal(output.token_ids[:, :1], verify("strict", batch.to(DEVICE)).token_ids[:, :1])

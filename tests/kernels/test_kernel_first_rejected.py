@@ -1,4 +1,4 @@
-"""The first rejected row of a request and what it returns, in whatever order its programs finish."""
+"""The first rejected row of a request and its output, for every order in which programs finish."""
 
 from typing import NamedTuple
 
@@ -21,8 +21,8 @@ from specdecode.kernels.first_rejected import (
     load_empty,
     load_first_rejected,
     peek_first_rejected,
-    post_empty,
-    post_rejection,
+    publish_empty,
+    publish_rejection,
 )
 from specdecode.kernels.output import hand_in, store_logprob, store_output, store_token
 from specdecode.kernels.request import count_drafts, draft_at
@@ -33,7 +33,7 @@ VOCAB = 1000
 
 
 def outputs_of(num_draft_tokens: int) -> Outputs:
-    """The outputs of one request, with numbers in them that nobody writes."""
+    """Return the outputs of one request, filled with numbers that no program writes."""
     token_ids = torch.full((num_draft_tokens + 1,), -7, device=DEVICE)
     counts = torch.full((2, 1), -7, dtype=torch.int32, device=DEVICE)
     logprobs = torch.full(token_ids.shape, -7.0, device=DEVICE)
@@ -45,12 +45,12 @@ def drafts_of(ids: torch.Tensor) -> Drafts:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Stops
+# First rejections
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Posts(NamedTuple):
-    """What is posted, and what is found before the first post, and after each."""
+class Publication(NamedTuple):
+    """Offsets to publish, and the values loaded before the first one and after each."""
 
     state_ptr: Pointer
     offsets_ptr: Pointer  # [count] int32
@@ -67,29 +67,29 @@ def the_request(index, sizes):
 
 
 @triton.jit
-def post_kernel(posts):
-    request = the_request(1, posts.sizes)
-    clear_state(posts.state_ptr, request)
-    for i in range(posts.count + 1):
-        found_ptr = posts.found_ptr + 3 * i
-        tl.store(found_ptr, peek_first_rejected(posts.state_ptr, request, posts.sizes))
-        tl.store(found_ptr + 1, load_first_rejected(posts.state_ptr, request, posts.sizes))
-        tl.store(found_ptr + 2, load_empty(posts.state_ptr, request, posts.sizes))
-        if i < posts.count:
-            offset = tl.load(posts.offsets_ptr + i)
-            post_rejection(posts.state_ptr, request, offset, posts.sizes)
-            post_empty(posts.state_ptr, request, offset, posts.sizes)
+def publish_kernel(given):
+    request = the_request(1, given.sizes)
+    clear_state(given.state_ptr, request)
+    for i in range(given.count + 1):
+        found_ptr = given.found_ptr + 3 * i
+        tl.store(found_ptr, peek_first_rejected(given.state_ptr, request, given.sizes))
+        tl.store(found_ptr + 1, load_first_rejected(given.state_ptr, request, given.sizes))
+        tl.store(found_ptr + 2, load_empty(given.state_ptr, request, given.sizes))
+        if i < given.count:
+            offset = tl.load(given.offsets_ptr + i)
+            publish_rejection(given.state_ptr, request, offset, given.sizes)
+            publish_empty(given.state_ptr, request, offset, given.sizes)
 
 
 @pytest.mark.parametrize("offsets", [[3, 4, 1, 2, 0], [5, 0], [0, 5]], ids=str)
-def test_the_first_of_the_posted_offsets_remains(offsets):
+def test_the_first_of_the_published_offsets_remains(offsets):
     memory = torch.full((3, FIELDS.value), -1, dtype=torch.int32, device=DEVICE)
     found = torch.zeros(len(offsets) + 1, 3, dtype=torch.int32, device=DEVICE)
     sizes = sizes_of(3, 5, VOCAB)
     run_kernel(
-        post_kernel,
+        publish_kernel,
         1,
-        Posts(memory, torch.tensor(offsets, dtype=torch.int32, device=DEVICE), found, len(offsets), sizes),
+        Publication(memory, torch.tensor(offsets, dtype=torch.int32, device=DEVICE), found, len(offsets), sizes),
     )
     first = [min([5, *offsets[:i]]) for i in range(len(offsets) + 1)]
     first_empty = [min([6, *offsets[:i]]) for i in range(len(offsets) + 1)]
@@ -98,7 +98,7 @@ def test_the_first_of_the_posted_offsets_remains(offsets):
 
 
 class Counts(NamedTuple):
-    """What programs are counted by, and what each is told."""
+    """The counter of programs, and the result of each."""
 
     count_ptr: Pointer  # [1] int32
     told_ptr: Pointer  # [programs] int32
@@ -123,7 +123,7 @@ def test_one_program_is_the_last():
 
 
 class Verified(NamedTuple):
-    """A request whose drafts are counted, and looked at one by one, and whose output is written."""
+    """A request whose drafts are counted and loaded one by one, and whose output is written."""
 
     drafts: Drafts
     outputs: Outputs
@@ -158,19 +158,19 @@ def test_drafts_end_at_the_first_that_is_no_token_and_the_output_at_the_stop(dra
     wanted = list(range(100, 100 + had))
     assert found.tolist() == [had, *wanted, *[-1] * (drafts + 1 - had)]
     assert outputs.token_ids_ptr.tolist() == [*wanted[:stop], -7, *[-1] * (drafts - stop)]
-    assert (outputs.logprobs_ptr[: stop + 1] == -7).all()  # those of tokens are written elsewhere
+    assert (outputs.logprobs_ptr[: stop + 1] == -7).all()  # log-probabilities of tokens are written elsewhere
     assert outputs.logprobs_ptr[stop + 1 :].isnan().all()
     assert [outputs.num_accepted_ptr.item(), outputs.num_drafts_ptr.item()] == [stop, had]
     assert outputs.invalid_ptr.item() is (stop > 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Stop bits
+# Row bits
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
-    """The rows of a request, each with a program of two steps: it adds its row, and hands in a token if it is rejected."""
+    """The rows of a request, each with a program of two steps: add the row bits, and write a token if rejected."""
 
     steps_ptr: Pointer  # [count, 2] int32: row and step
     stops_ptr: Pointer  # [rows] int32: whether each is rejected
@@ -185,7 +185,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def take_step(rows, offset, step):
-    """Do what `emit.emit_row` does: a token that is drawn already is written first, another one after the bits are added.
+    """Run one step like `emit.emit_row`: an already drawn token is written first, any other token after the bits are added.
 
     The log-probability of an accepted draft is written before its row's bits are added.
     """
@@ -260,7 +260,7 @@ def test_a_small_batch_is_put_together_whatever_the_order(stops, empty, is_drawn
 @needs_interpreter
 @where_it_can_stop
 def test_it_is_so_if_others_take_steps_while_a_program_hands_in_its_token(stops, monkeypatch):
-    """Between its look, by which it finds that bits are missing, and the write of its token."""
+    """The steps come between its check, which finds missing bits, and the write of its token."""
     take, are_complete = take_step, output.are_complete
     wrote, nested, waiting = None, [], []
 

@@ -1,4 +1,4 @@
-"""Packed calls of requests that have no rows read no logit."""
+"""Packed calls of requests without rows read no logit."""
 
 from typing import Any
 from unittest import mock
@@ -32,7 +32,7 @@ HIGH, LOW = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
     ids=["rows", "slots"],
 )
 def test_no_logit_is_read_of_requests_that_have_none(method, backend, truncation, drafts, report, starts, slots):
-    """Not even of rows that others may have; and the log-probability of the token 0 that they emit is 0."""
+    """Not even rows of other requests; and the log-probability of their token 0 is 0."""
     case = ORDINARY._replace(
         method=method, backend=backend, truncation=truncation, drafts=drafts, report=report, vocab=40
     )
@@ -40,12 +40,12 @@ def test_no_logit_is_read_of_requests_that_have_none(method, backend, truncation
     call |= {"row_starts": torch.tensor(starts), "slots": torch.tensor(slots)}
     call["target_logits"] = call["target_logits"].flatten(0, 1)[:8].clone()
     call["draft_token_ids"] = call["draft_token_ids"].flatten()[:8].clamp(min=0)
-    places_of = addresses.places_of
+    ranges_of = addresses.ranges_of
 
-    def places_without_logits(values: dict[str, Any]) -> Any:
-        return places_of({name: value for name, value in values.items() if name not in ("target", "draft")})
+    def ranges_without_logits(values: dict[str, Any]) -> Any:
+        return ranges_of({name: value for name, value in values.items() if name not in ("target", "draft")})
 
-    without_logits = mock.patch.object(addresses, "places_of", places_without_logits)
+    without_logits = mock.patch.object(addresses, "ranges_of", ranges_without_logits)
     with like_a_device(), without_logits, reads_and_writes_inside() as launched:
         output = run(case, call)
     assert "target" in launched[0]

@@ -22,7 +22,7 @@ INDICES = [0, 1, 1023, 151_935, 2**31 - 1, -1, -(2**31), 5]
 
 
 class Numbers(NamedTuple):
-    """What a test draws."""
+    """The random numbers of a test."""
 
     requests: Requests
     index_ptr: Pointer  # [COUNT] int32

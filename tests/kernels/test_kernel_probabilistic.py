@@ -1,4 +1,4 @@
-"""Acceptance by ratio, and the residual: precise where its mass is small; no impossible token is emitted."""
+"""Acceptance by ratio, and the residual: precise for small residual masses; no impossible token is emitted."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from tests.support.kernels import (
 
 
 class Numbers(NamedTuple):
-    """Numbers, and what functions make of them."""
+    """Numbers, and the results of functions."""
 
     x_ptr: Pointer  # [64] float32
     trusted_ptr: Pointer  # [64] int32
@@ -71,7 +71,7 @@ def test_a_logsumexp_is_trusted_only_if_float32_holds_it_to_a_hundred_thousandth
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("method", ["probabilistic", "block"])
 def test_a_logsumexp_that_says_too_little_is_not_used(method, large):
-    """Rows are shifted by 4,096: what float32 holds of their logsumexp is too rough, so they are read."""
+    """Rows are shifted by 4,096: their logsumexp is too imprecise in float32, so the rows are read."""
     batch = case(20 if ON_GPU else 3, 2, 1040, torch.float32, greedy=0, seed=4)
     batch = replace(batch, draft_logits=(batch.draft_logits * 4096).round() / 4096)
     shifts = torch.tensor([4096.0, -4096.0, 0.0]).repeat(7)[: len(batch.seeds), None, None]
@@ -84,7 +84,7 @@ def test_a_logsumexp_that_says_too_little_is_not_used(method, large):
 
 @pytest.mark.parametrize(("large", "given"), [(False, False), (True, True), (True, False)])
 def test_a_token_that_the_draft_could_not_say_is_rejected(large, given):
-    """Whatever the target says of it: its draft was not drawn from these logits."""
+    """For any target probability: the draft cannot have been drawn from these logits."""
     batch = case(3, 1, 40, torch.float32, greedy=0, seed=4).to(DEVICE)
     batch.draft_token_ids.clamp_(min=0)
     batch.draft_logits.scatter_(2, batch.draft_token_ids[..., None], -torch.inf)
@@ -97,7 +97,7 @@ def test_a_token_that_the_draft_could_not_say_is_rejected(large, given):
 @pytest.mark.parametrize("closeness", [0.0, 0.3])
 @pytest.mark.parametrize("large", [False, True])
 def test_a_rejected_deterministic_draft_is_not_emitted_again(large, closeness):
-    """It holds most of p; half of the requests accept it by chance."""
+    """The draft has most of p; half of the requests accept it by chance."""
     requests = 40 if ON_GPU else 8
     target = torch.randn(requests, 2, 1100, generator=torch.Generator().manual_seed(1))
     target[:, 0, 50] = 9.0
@@ -120,7 +120,7 @@ def test_a_rejected_deterministic_draft_is_not_emitted_again(large, closeness):
 
 @pytest.mark.parametrize(("gap", "large"), [(85.0, False), (95.0, True), (101.0, False), (103.0, True)])
 def test_no_impossible_token_is_drawn_where_what_is_left_is_tiny(gap, large):
-    # p without what q takes is one token, e^-gap below the other: next to nothing, or nothing at all, in float32.
+    # max(0, p - q) has one token, e^-gap below the other: almost 0, or 0, in float32.
     requests = 6 if ON_GPU else 2
     target = torch.full((requests, 2, 2064), -torch.inf)
     target[..., 3], target[..., 1500] = 0, -gap
@@ -136,7 +136,7 @@ def test_no_impossible_token_is_drawn_where_what_is_left_is_tiny(gap, large):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_where_nothing_is_left_of_p_it_is_drawn_from(large):
-    """A drafter that says the only token of p: nothing is left without it, yet a schedule rejects it."""
+    """The draft is the only token of p, so no residual is left, but a schedule rejects the draft."""
     target, draft = torch.full((2, 2, 2064), -torch.inf, device=DEVICE), torch.zeros(2, 1, 2064, device=DEVICE)
     target[..., 1500], draft[..., 1500] = 0, torch.inf
     ids = torch.full((2, 1), 1500, device=DEVICE)
@@ -145,7 +145,7 @@ def test_where_nothing_is_left_of_p_it_is_drawn_from(large):
 
 
 def test_a_residual_is_precise_where_all_logits_are_shifted_and_cold():
-    # Nothing of size 1 / T may be rounded and be taken from both p and q.
+    # No term of size 1 / T may be rounded and then cancelled between p and q.
     requests = 64 if ON_GPU else 8
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(requests, 1, 40, generator=generator).expand(requests, 2, 40).contiguous()
@@ -174,7 +174,7 @@ def test_a_residual_that_is_nothing_falls_back_to_the_target(large):
 
 @pytest.mark.parametrize(("large", "with_draft"), combine([False, True], [True, False]))
 def test_a_schedule_decides_whatever_the_logits_say(large, with_draft):
-    """Where there is a draft, whether or not it is possible."""
+    """A draft is accepted by schedule even if it is impossible."""
     batch = case(3, 3, 40, torch.float32, greedy=0.4, seed=5)
     batch.draft_token_ids[:] = batch.draft_token_ids.clamp(min=0)
     batch.draft_token_ids[2, 0] = -1
@@ -187,9 +187,9 @@ def test_a_schedule_decides_whatever_the_logits_say(large, with_draft):
 
 
 def recovered_near_agreement(closeness: float, given: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Draw from max(0, p - q) only, p and q being closer and closer; return counts of tokens, and max(0, p - q).
+    """Draw only from max(0, p - q), where p and q nearly agree; return counts of tokens, and max(0, p - q).
 
-    A schedule that accepts nothing draws every token from there.
+    A schedule that accepts nothing draws every token from the residual.
     """
     vocab, requests = 12, distributions.REQUESTS
     generator = torch.Generator().manual_seed(1)
@@ -218,8 +218,8 @@ def test_the_residual_keeps_its_distribution_where_target_and_draft_nearly_agree
 @needs_gpu
 @pytest.mark.parametrize("closeness", [1e-4, 1e-5, 1e-6])
 def test_what_rounding_leaves_of_the_residual_cannot_be_seen_in_the_output(closeness):
-    # log-sums in float32 are off by some 1e-7, which moves the recovered token's distribution by 1e-7 / A, A being the mass
-    # of max(0, p - q), but happens with probability A. Counting 200,000 tokens moves it by 0.4 percent.
+    # Log-sums in float32 are off by about 1e-7. This changes the recovered token's distribution by 1e-7 / A, where A is
+    # the mass of max(0, p - q), but happens with probability A. Counting 200,000 tokens has an error of 0.4 percent.
     counts, residual = recovered_near_agreement(closeness, given=False)
     moved = np.abs(counts / counts.sum() - residual / residual.sum()).sum() / 2
     assert residual.sum() * (moved - 0.004) < 3e-7

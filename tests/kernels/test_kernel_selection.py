@@ -1,4 +1,4 @@
-"""How a token is drawn in two levels: ties, small weights, and a wrongly guessed block."""
+"""Two-level selection of a token: ties, small weights, and a wrongly guessed block."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from tests.support.kernels import DEVICE, needs_gpu, needs_interpreter, run_kern
 
 
 class Scores(NamedTuple):
-    """What a token is selected by."""
+    """The inputs and results of selection."""
 
     logits_ptr: Pointer  # [SIZE] float32
     exponentials_ptr: Pointer  # [SIZE] float32
@@ -57,7 +57,7 @@ def test_of_equal_scores_the_first_is_selected():
 
 
 def test_no_weight_that_can_win_underflows():
-    """A token can be selected though it holds e^-98 of its row: its block holds e^-49, and it e^-49 of its block.
+    """A token with e^-98 of its row can be selected: its block has e^-49, and the token e^-49 of its block.
 
     Exponential numbers are at least 2^-65, which is e^-45, and at most 45: e^3.8.
     """
@@ -68,7 +68,7 @@ def test_no_weight_that_can_win_underflows():
 
 
 def test_a_block_with_the_smallest_sum_can_be_selected():
-    """Though its exponential number be the largest: nothing rounds to the score of blocks that are impossible."""
+    """Even with the largest exponential number, its score does not round to 0, the score of impossible blocks."""
     smallest = -87.0 if ON_GPU else -103.0  # a GPU rounds denormal numbers to 0
     assert select([-torch.inf, smallest, -torch.inf, -torch.inf], [1e-19, 44.0, 1e-19, 1e-19], 0.0)[1] == 1
 
@@ -79,7 +79,7 @@ def drawn(logits: torch.Tensor, temperature: float, seeds: torch.Tensor) -> list
 
 
 def test_sampled_tokens_are_the_references():
-    """Some seeds select a block when another is nearly as likely."""
+    """Some seeds select a block when another block is nearly as likely."""
     requests = 200 if ON_GPU else 12
     logits = case(requests, 0, 5000, torch.float32, seed=5).target_logits[:, 0]
     seeds = torch.arange(requests) * 977
@@ -102,7 +102,7 @@ def test_a_wrong_guess_of_the_block_changes_nothing(guess, monkeypatch):
 
 @needs_interpreter
 def test_the_block_is_nearly_always_guessed(monkeypatch):
-    """Else its logits are loaded twice."""
+    """Otherwise the logits of the block are loaded twice."""
     guesses: list[int] = []
 
     def noting(function):
@@ -122,7 +122,7 @@ def test_the_block_is_nearly_always_guessed(monkeypatch):
 
 @needs_gpu
 def test_rare_tokens_are_drawn_as_often_as_they_should():
-    # 262,144 tokens 20.5 nats below the one: 32.8 hits in 100,000 draws, two-sided Poisson bounds at 1e-6.
+    # 262,144 tokens 20.5 nats below one token: 32.8 hits in 100,000 draws, two-sided Poisson bounds at 1e-6.
     logits = torch.full((262_145,), -20.5, device="cuda").index_fill_(0, torch.tensor(77, device="cuda"), 0)
     tokens = torch.cat([sample(logits.expand(1000, -1), seeds=seed) for seed in range(0, 100_000, 1000)])
     hits = tokens[tokens != 77]

@@ -45,13 +45,13 @@ from tests.support.truncated import ROWS_THAT_HURT, TRUNCATIONS, of_request
 
 @pytest.fixture(autouse=True)
 def addresses() -> Iterator[None]:
-    """In the interpreter, kernels load and store inside their tensors. (On a GPU a sanitizer is asked.)"""
+    """In the interpreter, check that kernels load and store inside their tensors. (On a GPU a sanitizer does.)"""
     with nullcontext() if ON_GPU else reads_and_writes_inside():
         yield
 
 
 def verify(method: str, batch: Case, way: str, **options: Any) -> SamplerOutput:
-    """The kernels' output, which is the oracle's."""
+    """Return the kernels' output after comparing it with the oracle's."""
     call = on(DEVICE, {**vars(batch), **options})
     output = run(ORDINARY._replace(method=method, backend=f"triton {way}"), call)
     assert_equals_oracle(method, call, output, "triton")
@@ -137,7 +137,7 @@ LAWS += [
 
 
 def law_row(kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """A row of 4,000 normal logits; or one with the structure of a model's, in which every cutoff falls among equals."""
+    """Return a row of 4,000 normal logits, or a realistic row, in which every cutoff is among equal logits."""
     if kind == "normal":
         return torch.tensor(np.random.default_rng(0).normal(size=4000), dtype=dtype)
     row = realistic_rows(1, 8, vocab=49_152, generator=torch.Generator().manual_seed(1))[0]
@@ -148,7 +148,7 @@ def law_row(kind: str, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize(("kind", "dtype", "options"), LAWS, ids=str)
 @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
 def test_many_steps_have_the_truncated_distribution(method, kind, dtype, options):
-    # A distribution that is wrong by a total variation of 0.02 fails in 999 of 1,000 runs, at 2,000 tokens kept.
+    # An error of total variation 0.02 is found in 999 of 1,000 runs, at 2,000 kept tokens.
     requests, random = 400_000, np.random.default_rng(1)
     target = law_row(kind, dtype)
     vocab = len(target)
@@ -183,7 +183,7 @@ FEW_LIKELY = {  # among 70 blocks: where likely tokens are, and their logits
         ("side by side", {"top_k": 20}, 1),
         ("side by side", {"top_k": 50, "top_p": 0.5}, 1),
         ("each in its own block", {"top_k": 50}, 1),
-        ("each in its own block", {"top_k": 50, "top_p": 0.95}, 2),  # the first looks for a mass, in few blocks
+        ("each in its own block", {"top_k": 50, "top_p": 0.95}, 2),  # the first searches for a mass in few blocks
         ("each in its own block", {"top_k": 50, "top_p": 0.45}, 2),
         ("each in its own block", {"top_k": 50, "top_p": 0.2}, 1),
         ("each in its own block", {"top_k": 20, "top_p": 0.95}, 1),
@@ -195,7 +195,7 @@ FEW_LIKELY = {  # among 70 blocks: where likely tokens are, and their logits
     ],
 )
 def test_rows_that_keep_few_tokens_are_cut_among_candidates(row, options, attempts, monkeypatch):
-    """However far apart these are; in the interpreter: in so many attempts at most, without a search of the whole row."""
+    """Kept tokens may be far apart. The interpreter also counts attempts, and allows no search of the whole row."""
     logits = -9 + 0.1 * torch.randn(70 * 1024, generator=torch.Generator().manual_seed(0))
     places, likely = FEW_LIKELY[row]
     logits[places] = likely
@@ -253,7 +253,7 @@ def test_rows_whose_likely_tokens_are_crowded_and_equal_are_cut_where_a_sort_cut
 @needs_interpreter
 @pytest.mark.parametrize(("equal", "temperature"), [(0, 1.0), (20, 0.7), (60, 1.0), (140, 0.7)])
 def test_blocks_with_the_same_maximum_do_not_make_a_row_wide(equal, temperature, monkeypatch):
-    """Of 140 blocks only some can be looked at: those above so many others that have the same maximum."""
+    """Only some of 140 blocks can be searched: the blocks above many others with equal maxima."""
     row = -9 + torch.randn(140 * 1024, generator=torch.Generator().manual_seed(0))
     row[5 + 1024 * torch.arange(140)] = torch.linspace(6.0, 0.0, 140)
     row[5 + 1024 * torch.arange(40, 40 + min(equal, 100))] = 3.0
@@ -290,7 +290,7 @@ def test_sums_of_equal_tokens_are_exact():
 
 @pytest.mark.parametrize("kept", [31, 32, 33, 255, 256, 257, 512, 513])
 def test_candidates_may_be_as_many_as_a_vector_has_elements(kept):
-    """In as many groups, and in two or more blocks; all of them are kept, or those that top-p leaves."""
+    """Also in as many groups, and in two or more blocks; all candidates are kept, or top-p keeps some."""
     logits = torch.full((16 * kept + 1030,), -30.0)
     logits[16 * torch.arange(kept)] = 8 - 1.28 * torch.arange(kept) / kept
     for top_p in (None, 0.7):
@@ -303,7 +303,7 @@ def test_candidates_may_be_as_many_as_a_vector_has_elements(kept):
 
 
 class Passed(NamedTuple):
-    """What a pass over a row is given, and finds."""
+    """The input and result of a pass over a row."""
 
     logits_ptr: Pointer  # [vocab]
     amounts_ptr: Pointer  # [3] float32
@@ -341,7 +341,7 @@ def test_amounts_do_not_depend_on_the_number_of_warps():
     ],
 )
 def test_rejections_while_rows_are_read_change_no_token(method, options, with_logits):
-    """What can be told before truncation agrees with what is decided after it, where rows hurt, too."""
+    """Decisions before truncation agree with decisions after it, also for rows that are hard to truncate."""
     batch = case(6, 3 if ON_GPU else 2, 1040, torch.bfloat16, seed=11)
     target = batch.target_logits
     target[0, 1], target[1, 2, 7], target[2, 0, ::3] = -torch.inf, torch.inf, torch.nan
@@ -402,7 +402,7 @@ def test_block_verification_compares_masses_of_what_is_kept(way):
 
 
 def test_top_p_is_a_share_of_what_top_k_and_min_p_have_kept():
-    """Of four tokens three are kept, 0.9 of the mass: two of them are 0.75 of that, though not 0.75 of all."""
+    """Three of four tokens are kept, with 0.9 of the mass; two of them have 0.75 of this mass, but not of the whole mass."""
     rows = torch.tensor([[0.1, 0.4, 0.2, 0.3]], device=DEVICE).log()
     for options in ({"top_k": 3, "top_p": 0.75}, {"min_p": 0.3, "top_p": 0.75}):
         assert drawn(rows, 1.0, options)[2].tolist() == [3]
@@ -444,7 +444,7 @@ def test_auto_is_eager_where_kernels_cannot_truncate(backend, monkeypatch):
 
 
 def test_drafts_of_the_targets_temperature_are_known_by_where_it_is(monkeypatch):
-    """No value is read: other memory is another temperature."""
+    """No value is read: a tensor over other memory counts as another temperature."""
     monkeypatch.setattr("specdecode.backends.choose", lambda *_: kernels)
     buffer, batch = torch.full((4,), 0.8), case(2, 1, 20, torch.float32)
     for temperature, of_drafts, backend in (

@@ -1,4 +1,4 @@
-"""Plans and launches: what a kernel is compiled for, what it is given, what is shared between calls and what is not."""
+"""Plans and launches: signatures and arguments of kernels, and the state that calls share."""
 
 import gc
 import itertools
@@ -23,7 +23,7 @@ from specdecode.kernels.launch import Launch, Part, Plan
 from specdecode.kernels.signature import Signature, Symbol, with_values
 from tests.support.batches import verification_batch
 from tests.support.differential import case
-from tests.support.kernels import DEVICE, KINDS, Steps, checked, forget_plans, strided, verify
+from tests.support.kernels import DEVICE, KINDS, PlannedCall, checked, forget_plans, strided, verify
 
 STREAM = 7
 
@@ -94,7 +94,7 @@ def test_what_compiled_kernels_are_given_follows_the_bundles(recorded):
 
 
 class Recorded:
-    """Stands in for the compiled variant of a launch: notes what it is given, and launches nothing."""
+    """Replaces the compiled kernel of a launch: records its arguments, and launches nothing."""
 
     def __init__(self, compiled: Launch, launches: list) -> None:
         self.compiled, self.launches = compiled, launches
@@ -109,7 +109,7 @@ class Recorded:
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """The launches of compiled kernels that are made, in order; `compiled` lists what is compiled."""
+    """The launches of compiled kernels, in order; `compiled` lists the compiled kernels."""
     launches = SimpleNamespace(made=[], compiled=[])
 
     def compile_nothing(self, device):
@@ -125,7 +125,7 @@ def recorded(monkeypatch):
 
 
 def flat(values) -> list:
-    """The fields of bundles in bundles."""
+    """Return the fields of nested bundles as a flat list."""
     return [field for value in values for field in (flat(value) if isinstance(value, tuple) else [value])]
 
 
@@ -133,19 +133,19 @@ def flat(values) -> list:
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_kernel_is_given_what_an_interpreted_one_is(recorded, kind, drafts, large):
-    """Addresses in place of tensors; by the first call with a plan and by those after it, of other sizes too."""
+    """Addresses replace tensors. Both the first call with a plan and later calls of other sizes are tested."""
     for requests, vocab in ((2, 2064), (2, 2064), (150, 4112), (1, 16)):
-        steps = Steps(kind, case(requests, drafts, vocab, torch.bfloat16).to(DEVICE), large=large)
-        plan, numbers, values = steps.plan, steps.numbers, steps.values
+        planned = PlannedCall(kind, case(requests, drafts, vocab, torch.bfloat16).to(DEVICE), large=large)
+        plan, numbers, values = planned.plan, planned.numbers, planned.values
         recorded.made.clear()
         recorded.compiled.clear()
         workspace = torch.zeros(values["length"], dtype=torch.int32, device=DEVICE)
         with mock.patch.object(torch, "empty", return_value=workspace) as empty:
-            plan.run(steps.tensors, numbers)
+            plan.run(planned.tensors, numbers)
         assert empty.call_args.args == (len(workspace),)
         interpreted = values | plan.views(workspace, values)
-        assert [made.kernel for made in recorded.made] == [each.kernel for each in steps.launches]
-        for made, each in zip(recorded.made, steps.launches):
+        assert [made.kernel for made in recorded.made] == [each.kernel for each in planned.launches]
+        for made, each in zip(recorded.made, planned.launches):
             assert made.grid == tuple(eval(number, plan.functions, interpreted) for number in each.grid)
             wanted, got = flat(with_values(bundle, interpreted) for bundle in each.bundles), flat(made.values)
             assert len(got) == len(wanted)
@@ -154,7 +154,7 @@ def test_a_compiled_kernel_is_given_what_an_interpreted_one_is(recorded, kind, d
                     assert value == other.data_ptr()
                 elif not isinstance(other, triton.language.constexpr):
                     assert value == other
-    assert not recorded.compiled  # but by the first call
+    assert not recorded.compiled  # except by the first call
 
 
 def test_only_what_programs_count_starts_as_zeros(recorded, monkeypatch):
@@ -185,7 +185,7 @@ def test_a_plan_is_found_by_what_its_kernels_are_compiled_for_and_by_no_size(rec
     assert makes_a_plan()
     assert not makes_a_plan()
     for change in (
-        {"target_logits": wider[..., 1:2065]},  # at no multiple of 16 bytes
+        {"target_logits": wider[..., 1:2065]},  # not at a multiple of 16 bytes
         {"target_logits": strided(target)},
         {"target_logits": target[..., :2056], "draft_logits": batch.draft_logits[..., :2056]},  # no multiple of 16
         {"target_logits": target.float()},
@@ -215,7 +215,7 @@ def test_a_plan_is_found_by_what_its_kernels_are_compiled_for_and_by_no_size(rec
 
 
 def calls_of(method: str, most: int, packed: bool, **options) -> dict:
-    """Calls of kernels with each number of requests up to so many, whose arguments are checked already."""
+    """Return calls of kernels with checked arguments, for each number of requests up to `most`."""
     drafts, vocab = 3, 16
     target = torch.zeros(most, drafts + 1, vocab, dtype=torch.bfloat16, device=DEVICE)
     draft, ids = target[:, 1:].contiguous(), torch.zeros(most, drafts, dtype=torch.int64, device=DEVICE)
@@ -252,10 +252,10 @@ def test_a_size_never_seen_before_plans_and_compiles_nothing(recorded, method, p
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}], ids=str)
 @pytest.mark.parametrize("method", ["probabilistic", "block"])
 def test_a_size_never_seen_before_takes_no_more_time_than_a_repeated_one(recorded, method, options):
-    """At most 10 us, and no more where there are a thousand sizes: the second time they take what they took the first time.
+    """At most 10 us, also for a thousand sizes.
 
-    What is measured is how much more time a call takes than the same call right after it, at the median of the sizes. In the
-    first pass that size was never seen before, in the second it was. To make a plan took 1,300 us and more.
+    The measured value is the additional time of a call over the same call right after it, at the median of the sizes. In
+    the first pass the size is new, in the second it is not. Making a plan took 1,300 us or more.
     """
     calls = calls_of(method, 1000, packed=False, **options)
     for large, many in itertools.product((False, True), repeat=2):
@@ -315,7 +315,7 @@ def test_kernels_with_more_arguments_are_compiled_first_and_returned_in_their_pl
 def test_what_several_calls_launch_is_compiled_before_the_first_of_them_each_kernel_by_one_process(
     rank, compiled, monkeypatch
 ):
-    """In the interpreter nothing is compiled: plans stand in, of launches that are letters."""
+    """The interpreter compiles nothing, so letters replace the launches of plans."""
     events = []
 
     def run(letters):

@@ -15,7 +15,7 @@ from tests.support.kernels import (
 
 
 def test_rows_of_large_vocabularies_are_read_to_the_end():
-    """More blocks than are handled at once, and the last one not whole."""
+    """More blocks than one iteration handles, and a partial last block."""
     vocab = 257 * 1024 + 5
     batch = case(1, 1, vocab, torch.bfloat16, greedy=0, seed=13)
     batch.target_logits[0, 0, vocab - 2], batch.target_logits[0, 1, vocab - 1] = 30.0, 30.0

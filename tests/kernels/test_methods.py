@@ -1,4 +1,4 @@
-"""A method may be in one backend alone: `"auto"` takes the backend that has it, and the other refuses it by name."""
+"""A method may exist in one backend only: `"auto"` takes this backend, and the other refuses the method by name."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ NO_KERNELS = "backend: 'triton' has no kernels for method 'mine'; use 'eager' or
 
 @pytest.fixture(autouse=True)
 def method_of_eager_alone(monkeypatch):
-    """What a contributor adds for `"mine"`: a name, and an entry of the eager table."""
+    """A contributor's additions for the method `"mine"`: a name, and an entry of the eager table."""
     monkeypatch.setattr(sampler, "Method", Literal["strict", "mine"])
     monkeypatch.setitem(eager.METHODS, "mine", eager.METHODS["strict"])
     backends.log_once.cache_clear()

@@ -1,4 +1,4 @@
-"""What a plan chooses by the sizes of a call; memory; on a GPU also what is compiled, and calls from several threads."""
+"""A plan's choices by the sizes of a call; memory; on a GPU also compilation, and calls from several threads."""
 
 import itertools
 import threading
@@ -15,22 +15,22 @@ from specdecode.kernels.arguments import BlockDecision, Searching
 from specdecode.kernels.launch import Plan
 from specdecode.kernels.signature import Signature
 from tests.support.differential import case
-from tests.support.kernels import DEVICE, KINDS, WAYS, Steps, checked, given, needs_gpu, verify
+from tests.support.kernels import DEVICE, KINDS, WAYS, PlannedCall, checked, given, needs_gpu, verify
 
 
 def test_the_parts_of_the_workspace_do_not_overlap_and_are_as_long_as_they_are_said_to_be():
     requests, drafts, vocab = 3, 2, 5000
-    steps = Steps("block", case(requests, drafts, vocab, torch.bfloat16).to(DEVICE), large=True)
+    planned = PlannedCall("block", case(requests, drafts, vocab, torch.bfloat16).to(DEVICE), large=True)
     blocks = -(-vocab // 1024)
-    assert {name: len(part) for name, part in steps.parts.items()} == {
+    assert {name: len(part) for name, part in planned.parts.items()} == {
         "state": requests * (first_rejected.FIELDS.value + drafts + 1),
         "statistics": requests * (2 * drafts + 1) * 2 * blocks,
         "terms": requests * (drafts + 1) * block.TERMS.value,
         "listed": requests * drafts * residual.LIST_FIELDS.value,
         "residual_sums": requests * drafts * blocks,
     }
-    workspace = torch.zeros(steps.values["length"], dtype=torch.int32, device=DEVICE)
-    views = steps.plan.views(workspace, steps.values)
+    workspace = torch.zeros(planned.values["length"], dtype=torch.int32, device=DEVICE)
+    views = planned.plan.views(workspace, planned.values)
     for number, view in enumerate(views.values(), start=1):
         view.view(torch.int32).add_(number)
         assert (view.data_ptr() - workspace.data_ptr()) % 128 == 0
@@ -39,11 +39,11 @@ def test_the_parts_of_the_workspace_do_not_overlap_and_are_as_long_as_they_are_s
 
 
 def test_residuals_are_summed_in_one_order_wherever_that_is_done():
-    """Else the last bit of a sum would depend on the size of the batch, and with it, rarely, a token."""
+    """Otherwise the last bit of a sum, and rarely a token, would depend on the size of the batch."""
     widths = set()
     for way in WAYS:
         for kind in ("block", "probabilistic"):
-            plan = Steps(kind, case(3, 2, 5000, torch.bfloat16).to(DEVICE), **way).plan
+            plan = PlannedCall(kind, case(3, 2, 5000, torch.bfloat16).to(DEVICE), **way).plan
             bundles = [bundle for _, _, bundles, _ in plan.launches for bundle in bundles]
             widths |= {bundle.BLOCK_N for bundle in bundles if isinstance(bundle, (BlockDecision, Searching))}
     assert len(widths) == 1
@@ -60,7 +60,7 @@ LIMITS = [
 
 @pytest.mark.parametrize(("kind", "requests", "drafts"), LIMITS)
 def test_a_batch_is_large_from_so_many_rows_to_read_on(kind, requests, drafts):
-    """384 of strict, 320 of probabilistic, 512 of block: target rows, and draft rows where they are read."""
+    """384 rows for strict, 320 for probabilistic, 512 for block, counting target rows, and draft rows if they are read."""
     found = []
     for number in (requests - 1, requests):
         batch = case(number, drafts, 7, torch.float32)
@@ -105,7 +105,7 @@ def test_sizes_compile_nothing_anew():
 
 
 def variants(call):
-    """What is compiled for a call: each kernel with its signature."""
+    """Return the compiled kernels of a call, each with its signature."""
     with mock.patch.object(Plan, "run", autospec=True) as run:
         call()
     launches = [each for made in run.call_args_list for each in made.args[0].launches]

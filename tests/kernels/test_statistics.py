@@ -1,4 +1,4 @@
-"""The statistics that reading a row leaves, and what is computed from them."""
+"""The statistics of a row, and the distributions computed from them."""
 
 import math
 from dataclasses import replace
@@ -17,13 +17,13 @@ from specdecode.kernels.rows import whole_target_row_at
 from specdecode.kernels.statistics import load_statistics, target_statistics
 from tests.conftest import combine as pairs
 from tests.support.differential import case
-from tests.support.kernels import DEVICE, DTYPES, Steps, sliced, strided
+from tests.support.kernels import DEVICE, DTYPES, PlannedCall, sliced, strided
 
 NAN, INF = math.nan, math.inf
 
 
 class Found(NamedTuple):
-    """What is known of each row: maximum, sum and point mass; then the sums of its blocks, or its statistics."""
+    """The results for each row: maximum, sum and point mass; then the sums of its blocks, or its statistics."""
 
     scalars_ptr: Pointer  # [rows, 3] float32
     blocks_ptr: Pointer  # [rows, 3, MAX_BLOCKS] float32
@@ -47,11 +47,11 @@ def combine_kernel(inputs, workspace, sizes, found):
 
 def summarised(kind: str, batch, **options) -> tuple[np.ndarray, np.ndarray]:
     """Read the rows of a batch by the first launch of a call; return the distributions of the first rows, and statistics."""
-    steps = Steps(kind, batch.to(DEVICE), **options)
-    steps.run(steps.launches[0])
-    requests, max_blocks = len(batch.seeds), steps.bundle("sizes").MAX_BLOCKS
+    planned = PlannedCall(kind, batch.to(DEVICE), **options)
+    planned.run(planned.launches[0])
+    requests, max_blocks = len(batch.seeds), planned.bundle("sizes").MAX_BLOCKS
     found = Found(torch.zeros(requests, 3, device=DEVICE), torch.zeros(requests, 3, max_blocks, device=DEVICE))
-    steps.run_kernel(combine_kernel, requests, ["inputs", "workspace", "sizes"], found)
+    planned.run_kernel(combine_kernel, requests, ["inputs", "workspace", "sizes"], found)
     return found.scalars_ptr.cpu().numpy().astype(float), found.blocks_ptr.cpu().numpy().astype(float)
 
 
@@ -66,7 +66,7 @@ def in_blocks(row: np.ndarray) -> np.ndarray:
 def test_statistics_say_what_the_logits_do(vocab, dtype, layout, kind):
     batch = case(2, 1, vocab, dtype, seed=1)
     batch = replace(batch, temperature=torch.tensor([0.7, 0.0]), target_logits=layout(batch.target_logits))
-    # With draft logits, and with what is decided while rows are read, maxima are computed in another way.
+    # With draft logits, and with decisions while rows are read, maxima are computed differently.
     scalars, blocks = summarised(kind, batch, large=kind == "probabilistic")
     for row, (row_max, sumexp, point_mass_token), (block_sums, maxima, sums) in zip(range(2), scalars, blocks):
         logits = batch.target_logits[row, 0].double().numpy().astype(np.float32).astype(float)
@@ -85,7 +85,7 @@ def test_statistics_say_what_the_logits_do(vocab, dtype, layout, kind):
 
 
 def test_rows_of_negative_logits_have_the_maxima_that_they_have():
-    """What lies beyond a row's last logit, or beyond its last block, is no maximum."""
+    """Memory beyond a row's last logit, or beyond its last block, does not count."""
     batch = case(2, 0, 1030, torch.float32, greedy=0)
     scalars, _ = summarised("strict", replace(batch, target_logits=batch.target_logits - 50))
     assert (scalars[:, 0] < -30).all()

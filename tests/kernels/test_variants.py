@@ -1,4 +1,4 @@
-"""All variants of a call give the same bits: plans, grids, numbers of tiles; and limits of what is handled at once."""
+"""All variants of a call give the same bits: plans, grids, numbers of tiles; and more drafts than one iteration handles."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def test_the_ways_of_few_and_of_many_requests_give_the_same_bits(kind, vocab):
 
 @pytest.mark.parametrize(("kind", "drafts", "stop"), [("deterministic", 35, 33), ("block", 34, 34), ("strict", 28, 28)])
 def test_drafts_beyond_those_that_are_handled_at_once_are_verified_too(kind, drafts, stop):
-    """32 ids are loaded at once, 28 rows have stop bits, and block verification handles 32 rows at once where it can."""
+    """32 ids are loaded at once, row bits hold 28 rows, and block verification handles up to 32 rows at once."""
     batch = case(1, drafts, 40, torch.float32, greedy=1, seed=3)
     batch.draft_token_ids[:] = batch.target_logits[:, :drafts].argmax(2)
     batch.draft_token_ids[:, stop:] += 1
@@ -67,7 +67,7 @@ def test_how_much_a_program_reads_does_not_matter(kind, vocab):
     batch = case(70 if ON_GPU else 2, 1, vocab, torch.bfloat16, greedy=0, seed=4).to(DEVICE)
     for large in (False, True) if ON_GPU else (kind != "strict",):
         usual = verify(kind, batch, large=large)
-        for tiles in (1, 2, 3, 8) if ON_GPU else (2,):  # of four blocks each: more than there are too
+        for tiles in (1, 2, 3, 8) if ON_GPU else (2,):  # tiles of four blocks; also more blocks than the row has
             with planned_with(plan, reading_tiles=lambda *sizes, tiles=tiles: tiles):
                 assert_same(verify(kind, batch, large=large), usual)
 
@@ -88,11 +88,11 @@ def test_a_grid_of_one_dimension_does_as_well(kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["strict", "probabilistic", "block"])
 @pytest.mark.parametrize("large", [False, True])
 def test_a_row_without_a_finite_logit_counts_only_if_a_request_came_that_far(kind, large):
-    """The empty row is at offset 1; requests stop before it, at it, and after it."""
+    """The empty row is at offset 1; first rejected rows are before it, at it, and after it."""
     batch = case(3, 2, 40, torch.float32, greedy=0, seed=2)
     batch.target_logits[:, 1] = torch.nan
     batch.draft_token_ids[:] = batch.target_logits[:, :2].nan_to_num().argmax(2)
-    batch.draft_token_ids[:, 1] = 0  # what such a row emits
+    batch.draft_token_ids[:, 1] = 0  # the token of an empty row
     batch.draft_logits[:, 1, 1:] = -torch.inf
     batch.draft_token_ids[0, 0], batch.draft_token_ids[1, 1] = -1, -1
     batch = replace(batch, temperature=torch.full((3,), 0.02), draft_logits=batch.draft_logits)

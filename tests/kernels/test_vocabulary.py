@@ -1,4 +1,4 @@
-"""Draft vocabularies in the kernels: ids that are no tokens, the map from tokens to ids, plans by the width of rows."""
+"""Draft vocabularies in the kernels: invalid ids, the map from tokens to ids, plans by the width of rows."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,7 +24,7 @@ from tests.support.oracle import assert_equals_oracle
 
 
 def narrow(batch: Case, size: int, seed: int = 0) -> tuple[Case, Tensor]:
-    """The batch with draft rows over some of the target's tokens in any order; some drafts are none of these tokens."""
+    """Return the batch with draft rows over some of the target's tokens in any order; some drafts are other tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randperm(batch.target_logits.shape[2], generator=generator)[:size]
     rows = batch.draft_logits[..., ids].contiguous()
@@ -40,16 +40,16 @@ def call_of(batch: Case, ids: Tensor, **options: Any) -> dict[str, Any]:
 
 
 def hostile(size: int, vocab: int, drafts: int) -> tuple[Case, Tensor]:
-    """A batch with some rows that are point masses, or empty, and many ids that are no tokens or repeat an id.
+    """Return a batch with some rows that are point masses, or empty, and many invalid or repeated ids.
 
-    Many draft logits are equal, so that truncation goes by the order of ids.
+    Many draft logits are equal, so that truncation depends on the order of ids.
     """
     batch, ids = narrow(case(11, drafts, vocab, torch.float32, greedy=0.1, seed=30), size)
     batch.draft_logits.round_()
     draft, target = batch.draft_logits, batch.target_logits
     ids[5::7], ids[6::11], ids[0] = ids[3], vocab, torch.iinfo(torch.int64).min
     ids[8::13], ids[9::17] = torch.iinfo(torch.int64).max, 2**32 + 3
-    # Point masses: on an id that is no token, on one that is, and on one that was there before.
+    # Point masses: on an invalid id, on a valid id, and on a repeated id.
     draft[0, 0], draft[1, :, 0], draft[2, 0, 3], draft[2, 1:, 5] = torch.nan, torch.inf, torch.inf, torch.inf
     draft[3, :, 5], target[2:4, 0, ids[3]] = torch.inf, 15
     target[2] -= 50  # the same distribution
@@ -75,7 +75,7 @@ def test_ids_that_are_no_tokens_or_were_there_before_count_as_eager_has_it(metho
     if options and not ON_GPU:  # half of them, each of whose rows takes long
         batch = replace(batch, **{name: value[::2] for name, value in vars(batch).items()})
     with ExitStack() as stack:
-        stack.enter_context(like_a_device())  # values are not checked, which on the CPU would refuse the ids
+        stack.enter_context(like_a_device())  # skip the check of values, which on the CPU would refuse the ids
         want = RejectionSampler(method, backend="eager")(**call_of(batch, ids, **options))
         if not ON_GPU:
             stack.enter_context(reads_and_writes_inside())  # of a GPU, a sanitizer does
@@ -90,7 +90,7 @@ def test_ids_that_are_no_tokens_or_were_there_before_count_as_eager_has_it(metho
     ("method", "way"), [("probabilistic", "triton large"), ("block", "triton few"), ("synthetic", "triton few")]
 )
 def test_a_draft_row_has_nothing_in_the_blocks_beyond_its_own_vocabulary(method, way):
-    """Most programs read none of so few tokens: they must say so, or what was in memory would count."""
+    """Most programs read no draft token: they must store empty statistics, or old memory would count."""
     batch, ids = narrow(case(3, 1 + (method == "block"), 4200, torch.bfloat16, greedy=0, seed=4), 37)
     call = on(DEVICE, call_of(batch, ids))
     output = run_call(ORDINARY._replace(method=method, backend=way), call)
@@ -99,7 +99,7 @@ def test_a_draft_row_has_nothing_in_the_blocks_beyond_its_own_vocabulary(method,
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_places_are_those_of_the_first_ids(dtype):
-    """Of more tokens than a program has, and more ids than it looks through at once; many are none or there before."""
+    """With more tokens than a program has, and more ids than it compares at once; many ids are invalid or repeated."""
     vocab, size = 2 * SPAN.value + 5000, IDS.value + 4000
     ids = torch.randint(-500, vocab + 500, (size,), generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
     target, draft = (torch.zeros(1, rows, width, device=DEVICE) for rows, width in ((2, vocab), (1, size)))
@@ -117,7 +117,7 @@ def test_places_are_those_of_the_first_ids(dtype):
 
 
 def test_the_width_of_draft_rows_is_part_of_what_a_plan_is_found_by():
-    """Two calls whose rows lie alike in one wide buffer, and differ in their width alone."""
+    """Two calls whose rows have the same strides in one wide buffer, and differ only in width."""
     batch, ids = narrow(case(3, 1, 1100, torch.float32, greedy=0, seed=3), 1040)
     for width in (37, 1040):
         few = replace(batch, draft_logits=batch.draft_logits[..., :width])

@@ -1,4 +1,4 @@
-"""Require of the interpreter that kernels load and store inside their tensors. On a GPU a sanitizer does."""
+"""Check in the interpreter that kernels load and store inside their tensors. On a GPU a sanitizer does."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ MARGIN = 1 << 14
 """Elements on either side of a tensor that is `apart`."""
 
 
-def places_of(values: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    """The addresses of the first and the last byte of each tensor."""
+def ranges_of(values: dict[str, Any]) -> Iterator[tuple[int, int]]:
+    """Yield the addresses of the first and the last byte of each tensor."""
     for tensor in values.values():
         if isinstance(tensor, Tensor) and tensor.numel():
             span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -21,27 +21,27 @@ def places_of(values: dict[str, Any]) -> Iterator[tuple[int, int]]:
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """A copy of a tensor that has no other near by: what is read beyond its ends is then in none."""
+    """Return a copy of a tensor with unused memory around it, so that reads beyond its ends are in no tensor."""
     memory = tensor.new_zeros(tensor.numel() + 2 * MARGIN)[MARGIN : MARGIN + tensor.numel()]
     return memory.view(tensor.shape).copy_(tensor)
 
 
 @contextmanager
 def inside(values: dict[str, Any]) -> Iterator[None]:
-    """Require that every address that is loaded or stored meanwhile lies in one of the tensors."""
+    """Check that every address loaded or stored in this context lies in one of the tensors."""
     from triton.runtime.interpreter import interpreter_builder
 
-    places, builder = np.array(sorted(places_of(values))), type(interpreter_builder)
+    ranges, builder = np.array(sorted(ranges_of(values))), type(interpreter_builder)
     load, store = builder.create_masked_load, builder.create_masked_store
 
     def check(pointers: Any, mask: Any) -> None:
         addresses = pointers.data[mask.data].astype(np.int64)
         if addresses.size:
             first, last = addresses.min(), addresses.max()
-            # Nearly always all are in one tensor.
-            if not any(low <= first and last <= high for low, high in places):
-                at = np.searchsorted(places[:, 0], addresses, side="right") - 1
-                assert ((at >= 0) & (addresses <= places[at, 1])).all(), "outside every tensor"
+            # Nearly always all addresses are in one tensor.
+            if not any(low <= first and last <= high for low, high in ranges):
+                at = np.searchsorted(ranges[:, 0], addresses, side="right") - 1
+                assert ((at >= 0) & (addresses <= ranges[at, 1])).all(), "outside every tensor"
 
     def checked_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
         check(pointers, mask)
@@ -57,7 +57,7 @@ def inside(values: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def reads_and_writes_inside() -> Iterator[list[dict[str, Any]]]:
-    """Require that all launches read and write inside their tensors; yield the arguments of each plan."""
+    """Check that all launches read and write inside their tensors; yield the arguments of each plan."""
     from specdecode.kernels.launch import Plan
 
     given: list[dict[str, Any]] = []

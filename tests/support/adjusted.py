@@ -1,4 +1,4 @@
-"""Adjustments to try, and the same of one request as the reference takes them."""
+"""Adjustments for tests, and their form for one request in the reference."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,31 +17,31 @@ INF = float("inf")
 
 
 class Rows(NamedTuple):
-    """What adjustments are made for."""
+    """The sizes that adjustments are made for."""
 
     target_logits: Tensor
 
 
 def words_of(bits: Tensor) -> Tensor:
-    """Masks as engines hold them: bit v % 32 of word v // 32, int32, given [..., vocab] bool."""
+    """Return [..., vocab] bool as masks: bit v % 32 of word v // 32, int32."""
     padded = torch.nn.functional.pad(bits.to(torch.int64), (0, -bits.shape[-1] % 32))
     words = (padded.unflatten(-1, (-1, 32)) << torch.arange(32)).sum(-1)
     return words.to(torch.int32)  # the highest bit is the sign
 
 
 def bits_of(words: Tensor, vocab: int) -> np.ndarray:
-    """The same as the reference takes it, by another way."""
+    """Return masks as [..., vocab] bool, by an independent computation."""
     little_endian = np.ascontiguousarray(words.cpu().numpy()).astype("<i4").view(np.uint8)
     return np.unpackbits(little_endian, axis=-1, bitorder="little")[..., :vocab].astype(bool)
 
 
 def likely(batch: Case | Rows, count: int) -> Tensor:
-    """The likeliest tokens of each request's rows, [batch, count]: adjustments of them matter."""
+    """Return the likeliest tokens of each request's rows, [batch, count], whose adjustments matter."""
     return batch.target_logits.cpu().float().mean(1).topk(count, dim=1).indices
 
 
 def all_of(batch: Case | Rows, seed: int = 0) -> dict[str, Any]:
-    """Every adjustment, each request with its own values, some of them neutral."""
+    """Return every adjustment, with different values for each request, some of them neutral."""
     generator = torch.Generator().manual_seed(seed)
     requests, rows, vocab = batch.target_logits.shape
     few = min(vocab, 40)
@@ -79,7 +79,7 @@ SOME = {
 
 
 def adjustments_for(batch: Case | Rows, kind: str = "all", seed: int = 0) -> Adjustments:
-    """Adjustments of some kind for a batch."""
+    """Return adjustments of a kind for a batch."""
     given = all_of(batch, seed)
     return Adjustments(**{name: value for name, value in given.items() if not SOME[kind] or name in SOME[kind]})
 
@@ -102,7 +102,7 @@ def packed(
 
 
 def of_request(adjustments: Adjustments, index: int, vocab: int) -> OfRequest:
-    """What the reference is given of one request."""
+    """Return one request's adjustments for the reference."""
 
     def number(value: Tensor | float | None, neutral: float) -> float:
         return neutral if value is None else float(value[index]) if isinstance(value, Tensor) else value
@@ -119,18 +119,18 @@ def of_request(adjustments: Adjustments, index: int, vocab: int) -> OfRequest:
 
 
 def biases(adjustments: Adjustments, index: int) -> Iterator[tuple[int, float]]:
-    """Each token's bias; the biases of equal ids are summed in float32."""
+    """Yield each token's bias, the sum over equal ids."""
     if adjustments.bias_ids is None or adjustments.bias is None:
         return
-    sums: dict[int, Tensor] = {}
+    sums: dict[int, float] = {}
     for token, bias in zip(adjustments.bias_ids[index].tolist(), adjustments.bias[index].float().cpu()):
         if token >= 0:
-            sums[token] = sums.get(token, torch.tensor(0.0)) + bias
-    yield from ((token, float(bias)) for token, bias in sums.items())
+            sums[token] = sums.get(token, 0.0) + float(bias)
+    yield from sums.items()
 
 
 def adjusted_rows(batch: Case, adjustments: Adjustments, drafts: Tensor) -> Tensor:
-    """The batch's rows as they would be if somebody had adjusted them before the call, in float32 or float64."""
+    """Return the batch's rows, adjusted before the call, in float32 or float64."""
     logits = batch.target_logits
     rows = logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu().numpy()
     result = []

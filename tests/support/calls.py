@@ -1,6 +1,7 @@
-"""Calls of the sampler for the tests of its contract, and what must hold of every output."""
+"""Calls of the sampler, and conditions of every output."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor
 
 from specdecode import AcceptanceSchedule, RejectionSampler, SamplerOutput
 from specdecode.noise import BLOCK_SIZE
+from specdecode.sampler import Method
 
-METHODS = ["strict", "probabilistic", "block", "synthetic"]
+METHODS = list(get_args(Method))
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 INT64 = torch.iinfo(torch.int64)
@@ -21,18 +23,18 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtyp
 
 
 def make(method: str, place, rates=(0.9, 0.6, 0.5, 0.4, 0.3)) -> RejectionSampler:
-    """A sampler of the method; `rates` are the schedule's joint rates if it is to have one."""
+    """Return a sampler of the method; `rates` are the joint rates of its schedule, if any."""
     schedule = AcceptanceSchedule.from_rates(rates) if method == "synthetic" else None
     return RejectionSampler(method, backend=place[0], schedule=schedule)
 
 
 def plain_sample(place):
-    """What `sample` does, which takes no backend: the drafts of "strict"."""
+    """Return the equivalent of `sample` on a backend: the drafts of "strict"."""
     return lambda *arguments: RejectionSampler("strict", backend=place[0]).draft(*arguments).token_ids
 
 
 def make_call(place, batch=12, drafts=3, vocab=BLOCK_SIZE + 77, dtype=torch.float32, seed=0) -> dict:
-    """The arguments of a call in which every outcome happens: ragged drafts that the target finds likely, some greedy."""
+    """Return the arguments of a call with every outcome: ragged, likely drafts, some requests greedy."""
     generator = torch.Generator().manual_seed(seed)
     target = 4 * torch.randn(batch, drafts + 1, vocab, generator=generator)
     draft = target[:, :drafts] + torch.randn(batch, drafts, vocab, generator=generator)
@@ -52,12 +54,12 @@ def make_call(place, batch=12, drafts=3, vocab=BLOCK_SIZE + 77, dtype=torch.floa
 
 
 def rows(place, *logits, requests: int = 1, dtype=torch.float32) -> Tensor:
-    """The same rows for every request, [requests, len(logits), vocab]."""
+    """Return the same rows for every request, [requests, len(logits), vocab]."""
     return torch.tensor(logits, dtype=dtype, device=place[1]).expand(requests, -1, -1)
 
 
 def ids(place, *token_ids, requests: int = 1) -> Tensor:
-    """The same drafts for every request, [requests, len(token_ids)]."""
+    """Return the same drafts for every request, [requests, len(token_ids)]."""
     return torch.tensor(token_ids, dtype=torch.int64, device=place[1]).expand(requests, -1)
 
 
@@ -67,7 +69,7 @@ def assert_same(one: SamplerOutput, other: SamplerOutput) -> None:
 
 
 def assert_well_formed(output: SamplerOutput, call: dict) -> None:
-    """Accepted drafts, one more token of the vocabulary, then -1; the dtypes and shapes of the contract."""
+    """Check the form of an output: accepted drafts, one more token, then -1; dtypes and shapes of the contract."""
     batch, num_rows, vocab = call["target_logits"].shape
     assert (tuple(output.token_ids.shape), output.token_ids.dtype) == ((batch, num_rows), torch.int64)
     assert (tuple(output.num_accepted.shape), output.num_accepted.dtype) == ((batch,), torch.int32)

@@ -12,7 +12,7 @@ import torch
 def synchronising_raises() -> Iterator[None]:
     """Raise an error where the host waits for the device."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this mode is a prototype
+        warnings.simplefilter("ignore")  # a warning that this mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -21,7 +21,7 @@ def synchronising_raises() -> Iterator[None]:
 
 
 def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture a call, and return its graph and what replays write."""
+    """Capture a call, and return its graph and the output that replays write."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

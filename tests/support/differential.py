@@ -11,7 +11,7 @@ from torch import Tensor
 from reference.oracle import Outcome
 
 FLOAT32_BAND, FLOAT64_BAND = 1e-4, 1e-9
-"""A backend may decide otherwise than the reference only where the reference's margin, in nats, is at most this.
+"""A backend may differ from the reference only where the reference's margin, in nats, is at most this.
 
 The eager backend computes float64 rows in float64. All other rows, and all rows of the Triton backend, are computed in
 float32, whose rounding changes a score of size 40 by about 1e-5. About one request in 2,000 has a margin below 1e-4. The
@@ -20,7 +20,7 @@ tests count the requests that differ.
 
 
 def band_of(dtype: torch.dtype, backend: str) -> float:
-    """The band for logits of a dtype."""
+    """Return the band for logits of a dtype."""
     return FLOAT64_BAND if dtype == torch.float64 and backend == "eager" else FLOAT32_BAND
 
 
@@ -42,7 +42,7 @@ class Case:
         return replace(self, **{name: value.to(device) for name, value in vars(self).items()})
 
     def request(self, index: int) -> dict:
-        """The reference's view of one request: float64 rows and plain numbers."""
+        """Return one request for the reference: float64 rows and plain numbers."""
         return {
             "temperature": float(self.temperature[index]),
             "seed": int(self.seeds[index]),
@@ -50,7 +50,7 @@ class Case:
         }
 
     def rows(self, index: int) -> tuple:
-        """(target_logits, draft_token_ids, draft_logits) of one request."""
+        """Return (target_logits, draft_token_ids, draft_logits) of one request."""
         return (
             self.target_logits[index].double().cpu().numpy(),
             self.draft_token_ids[index].tolist(),
@@ -59,7 +59,7 @@ class Case:
 
 
 def case(batch: int, drafts: int, vocab: int, dtype: torch.dtype, *, greedy: float = 0.25, seed: int = 0) -> Case:
-    """A batch with likely drafts, ragged -1 padding, and some greedy requests."""
+    """Return a batch with likely drafts, ragged -1 padding, and some greedy requests."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -94,7 +94,7 @@ def assert_same_tokens(token_ids: Tensor, outcomes: list[Outcome], band: float) 
 
 @contextmanager
 def like_a_device():
-    """Make the CPU compute as a device that must not be waited for: no value is read on the host, all rows are masked."""
+    """Make the CPU compute like a device without synchronisation: no value is read on the host, all rows are masked."""
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
             if name.startswith("specdecode") and hasattr(module, "on_host"):

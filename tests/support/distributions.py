@@ -1,4 +1,4 @@
-"""Small language models as tables, the distributions that verification must have on them, and the chi-square test."""
+"""Small language models as tables, the expected distributions of verification, and the chi-square test."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from specdecode import RejectionSampler, Sampling, sample
 
 REQUESTS = 200_000
 FALSE_ALARM = 1e-6
-"""Each chi-square rejects a right distribution once in a million (pseudo-random) runs; seeds are fixed, so a pass stays one.
+"""Each chi-square rejects a right distribution once in a million runs; seeds are fixed, so results do not change.
 
-With 200,000 requests it rejects a distribution that is wrong by a total variation of 0.009, 0.010 and 0.013 at 2, 7 and 63
-degrees of freedom 999 times in 1,000: N = lambda / (4 TV^2), lambda = 68, 82, 142.
+With 200,000 requests it finds errors of total variation 0.009, 0.010 and 0.013 at 2, 7 and 63 degrees of freedom 999
+times in 1,000: N = lambda / (4 TV^2), lambda = 68, 82, 142.
 """
 
 
 @dataclass
 class Tables:
-    """Target and draft logits for every prefix: `target[i]` and `draft[i]` are [vocab**i, vocab]. The draft has one less."""
+    """Logits for every prefix: `target[i]` and `draft[i]` are [vocab**i, vocab]; the draft has one entry less."""
 
     target: list[np.ndarray]
     draft: list[np.ndarray]
@@ -35,7 +35,7 @@ class Tables:
 
 
 def tables(vocab: int, num_draft_tokens: int, seed: int = 0) -> Tables:
-    """Random tables: every row depends on all tokens before it."""
+    """Return random tables: every row depends on all tokens before it."""
     random = np.random.default_rng(seed)
     target = [1.5 * random.normal(size=(vocab**length, vocab)) for length in range(num_draft_tokens + 1)]
     return Tables(target, [rows + random.normal(size=rows.shape) for rows in target[:-1]])

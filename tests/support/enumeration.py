@@ -3,18 +3,17 @@
 `distribution(experiment)` runs `experiment(chance)` along every path of random outcomes and adds up the paths'
 probabilities. The experiment may call `chance.draw(probabilities)` itself. Inside `ideal_noise(chance)` the reference
 does so too: its noise functions `uniform` and `gumbel` are replaced by ideal random numbers. These have no value. They
-are *decided only as far as the code asks*:
+are *decided only as far as the code needs*:
 
 - Of a uniform number u only an interval is known. To compare a monotone f(u) with a threshold splits the interval in two.
   Each side is enumerated with its share of the interval.
 - Gumbel numbers G(v) may be added to log w(v) and given to argmax, which then selects v with probability w(v) / W. Each v
   is enumerated with that probability.
 
-Decisions are stored by (seed, position, index, domain). If the code asks the same number twice, the second answer
-agrees with the first: a uniform number has the interval that is left; a second selection with other weights from the
-same Gumbel numbers has its distribution given the first selection (`shared_selection`). So noise that is shared where
-it must not be is found, and exactly. Three different selections from the same Gumbel numbers are not handled: then an
-error is raised.
+Decisions are stored by (seed, position, index, domain). If the code uses the same number twice, the second result agrees
+with the first: a uniform number keeps its remaining interval; a second selection with other weights from the same Gumbel
+numbers has its distribution given the first selection (`shared_selection`). So noise that is wrongly shared is found, and
+its effect is exact. Three different selections from the same Gumbel numbers are not handled: they raise an error.
 
 Left out: margins, which have no meaning here, and the finite resolution of real noise: it has 2^64 values, ideal noise a
 continuum.
@@ -138,7 +137,7 @@ def shared_selection(first: Sequence, second: Sequence) -> list[list]:
 
 
 class Noise:
-    """What is decided so far about the ideal random numbers of one run."""
+    """The decisions so far about the ideal random numbers of one run."""
 
     def __init__(self, chance: Chance) -> None:
         self.chance = chance
@@ -251,7 +250,7 @@ class Gumbels(NDArrayOperatorsMixin):
         return Gumbels(self.noise, self.key, self.indices, np.asarray(log_weights))
 
     def __array_function__(self, function, types, args, kwargs):
-        """Support argmax, and delete as it is used for margins: nothing is left, so the margin is infinite."""
+        """Support argmax; and `delete`, which computes margins: it returns nothing, so the margin is infinite."""
         if function is np.argmax:
             weights = np.exp(self.log_weights - self.log_weights.max())
             return self.indices.index(self.noise.selected(self.key, dict(zip(self.indices, weights.tolist()))))
@@ -267,9 +266,9 @@ def ideal_noise(chance: Chance) -> Iterator[Noise]:
     with ExitStack() as patches:
         for replacement in (noise.uniform, noise.gumbel):
             for room in rooms_that_use(getattr(philox, replacement.__name__)):
-                if room is not philox:  # which defines them
+                if room is not philox:  # the module that defines them
                     patches.enter_context(mock.patch.object(room, replacement.__name__, replacement))
-        # Used for margins only, and it needs the value of a uniform number.
+        # Used only for margins, and needs the value of a uniform number.
         patches.enter_context(mock.patch.object(oracle, "log_critical_ratio", return_value=-np.inf))
         yield noise
 
@@ -291,12 +290,12 @@ def normalised(weights: Sequence) -> list[Fraction]:
 
 
 def iid(*weights: int) -> Table:
-    """A model that ignores the text so far."""
+    """Return a model that ignores the text so far."""
     return lambda prefix: normalised(weights)
 
 
 def history(seed: int, vocab_size: int, zeros: int = 0) -> Table:
-    """A model with another random row after every prefix; in each row `zeros` probabilities are 0."""
+    """Return a model with a different random row after every prefix; in each row `zeros` probabilities are 0."""
 
     @cache
     def row(prefix: tuple[int, ...]) -> list[Fraction]:
@@ -309,7 +308,7 @@ def history(seed: int, vocab_size: int, zeros: int = 0) -> Table:
 
 
 def most_likely(model: Table) -> Table:
-    """The point mass on the given model's most likely token."""
+    """Return the model that is the point mass on the given model's most likely token."""
 
     def row(prefix: tuple[int, ...]) -> list[Fraction]:
         probabilities = model(prefix)
@@ -340,7 +339,7 @@ def sequence_distribution(model: Table, num_tokens: int) -> dict[tuple[int, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A pair of models, and how to generate tokens with them."""
+    """A pair of models, and the parameters of generation."""
 
     target: Table
     draft: Table
@@ -348,20 +347,20 @@ class Case:
     """Draft tokens of each speculative step. After the last step the target continues alone."""
 
     num_tokens: int
-    """How many tokens to compare: further tokens of the last step are cut off."""
+    """The number of tokens to compare; further tokens of the last step are dropped."""
 
     temperature: float = 1.0
     slots: int = 0
     """Width of a ragged batch: the step's arrays have at least this many draft slots. Unused ones hold arbitrary values."""
 
     truncation: Mapping[str, float] = field(default_factory=dict)
-    """top_k, top_p, min_p by which the target samples."""
+    """The target's top_k, top_p, min_p."""
 
     draft_truncation: Mapping[str, float] | None = None
-    """By which drafts are drawn; None: as the target samples."""
+    """The drafts' top_k, top_p, min_p; None: the target's."""
 
     draft_vocab_ids: tuple[int, ...] | None = None
-    """The target's id of each token of the draft, whose table is of its own tokens; None: they are the same."""
+    """The target id of each draft token, if the draft's table has its own vocabulary; None: the target's."""
 
     @property
     def vocab_size(self) -> int:
@@ -392,7 +391,7 @@ def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed:
         )
 
     names = case.draft_vocab_ids
-    if names is not None:  # its rows come truncated
+    if names is not None:  # these rows are already truncated
         of_verify["draft_sampling"] = reference_sampling.Sampling(case.temperature)
 
     def row(model: Table, prefix: tuple[int, ...]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Cases small enough to enumerate, the reference's methods, and the acceptance that each promises."""
+"""Cases small enough to enumerate, the reference's methods, and the promised acceptance of each."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -21,7 +21,7 @@ from tests.support.enumeration import (
 )
 
 EXACT = 1e-12
-"""Distributions that the float64 code gives agree with the fractions to this; the largest difference seen is about 3e-16."""
+"""The largest difference between distributions in float64 and in fractions; the largest seen is about 3e-16."""
 
 CASES = {
     "iid-V3-K2": Case(iid(1, 2, 3), iid(3, 1, 1), (2,), 3),
@@ -47,11 +47,11 @@ CASES = {
 }
 
 
-# --- Verification methods, and the acceptance that each promises -------------------------------------------------------
+# --- Verification methods, and the promised acceptance of each ---------------------------------------------------------
 
 
 class Method(NamedTuple):
-    """A way to verify: a method of the oracle, which noise its drafts are drawn with, and how many drafts it accepts."""
+    """A method of the oracle, the noise of its drafts, and the promised acceptance."""
 
     verify: Callable
     domains: Domains
@@ -136,7 +136,7 @@ def verify_strict(target_logits, draft_token_ids, draft_logits, **keywords):
 
 METHODS = {
     "probabilistic": Method(verify_probabilistic, philox.DRAFT, partial(accepted_distribution, accepted_draft=overlap)),
-    # To treat the draft as certain is exact for every drafter. It is then accepted as often as by strict.
+    # Treating the draft as certain is exact for every drafter. The draft is then accepted as often as by strict.
     "no-draft-logits": Method(
         verify_without_draft_logits, philox.DRAFT, partial(accepted_distribution, accepted_draft=agreement)
     ),
@@ -159,7 +159,7 @@ def assert_same_distribution(got: dict, expected: dict) -> None:
 
 
 def check_method(name: str, case: Case) -> None:
-    """The joint distribution of the tokens is the target's, and the number of accepted drafts is distributed as promised."""
+    """Check the joint distribution of the tokens, and the distribution of the number of accepted drafts."""
     method = METHODS[name]
     joint = distribution(lambda chance: decode(chance, case, method.verify, method.domains))
     assert_same_distribution(

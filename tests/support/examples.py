@@ -1,4 +1,4 @@
-"""Examples of Markdown pages and docstrings, each run as a reader would who pastes it into a fresh interpreter."""
+"""Examples of Markdown pages and docstrings, each run as if pasted into a fresh interpreter."""
 
 import contextlib
 import doctest
@@ -27,7 +27,7 @@ class Example(NamedTuple):
 
     @property
     def is_python(self) -> bool:
-        """Whether it is Python that stands on the page itself, not included from a file."""
+        """Whether it is Python on the page itself, not included from a file."""
         return self.language in ("python", "pycon") and "--8<--" not in self.code
 
     @property
@@ -36,7 +36,7 @@ class Example(NamedTuple):
 
     @property
     def is_output(self) -> bool:
-        """Whether it is what the example before it prints."""
+        """Whether it is the output of the previous example."""
         return 'title="Output"' in self.info
 
 
@@ -53,10 +53,10 @@ def fences(page: Path) -> list[Example]:
 
 
 def run_page(page: Path, on_gpu: bool = False) -> int:
-    """Run a page's examples, those for a GPU or the others, and return how many there are.
+    """Run a page's examples for a GPU, or all others, and return their number.
 
-    Each has a namespace of its own. What it prints must be what the page shows below it. Examples that print random numbers
-    must seed them: the default generator is not in its first state.
+    Each has its own namespace. Its output must be the output on the page. Examples that print random numbers must seed
+    them: the default generator is not in its initial state.
     """
     count, blocks = 0, fences(page)
     for number, example in enumerate(blocks):
@@ -85,7 +85,7 @@ def run_docstrings(named: object, name: str, module: object, preamble: str = "")
 
 
 def fresh_namespace() -> dict:
-    """Return the namespace of a new program, and put torch's default generator into a state that is not its first."""
+    """Return the namespace of a new program, and advance torch's default generator from its initial state."""
     torch.manual_seed(20_260_101)
     return {"__name__": "__main__"}
 

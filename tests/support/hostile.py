@@ -1,4 +1,4 @@
-"""Valid calls made of hostile values, what must hold of any call, and whether its tokens are the reference's."""
+"""Valid calls with hostile values, conditions of any call, and the comparison with the reference."""
 
 import math
 import re
@@ -18,7 +18,6 @@ from specdecode import AcceptanceSchedule, RejectionSampler, SamplerOutput
 from specdecode.noise import BLOCK_SIZE
 from tests.conftest import ON_GPU
 
-METHODS = ["strict", "probabilistic", "block", "synthetic"]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 INT64 = torch.iinfo(torch.int64)
@@ -34,7 +33,7 @@ hostile = settings(
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Valid calls made of hostile values
+# Valid calls with hostile values
 # ---------------------------------------------------------------------------------------------------------------------
 
 LOGITS = [0.0, -0.0, 1.0, -1.0, NAN, INF, -INF, 1e-40, -1e-40, 6e4, 3e38, -3e38, 1e30, 1e300, -1e300, 20.0, -90.0]
@@ -104,7 +103,7 @@ def pick(random: np.random.Generator, values):
 
 
 def make_logits(random: np.random.Generator, shape, dtype, scale: float, trouble: float) -> Tensor:
-    """Flat or random rows, with special values in some places, and some rows filled with them."""
+    """Return flat or random rows, with some special values, and some rows filled with them."""
     values, rows = random.normal(size=shape) * scale, (*shape[:-1], 1)
     values = np.where(random.random(shape) < trouble, random.choice(LOGITS, shape), values)
     values = np.where(random.random(rows) < trouble / 2, random.choice(LOGITS, rows), values)
@@ -112,7 +111,7 @@ def make_logits(random: np.random.Generator, shape, dtype, scale: float, trouble
 
 
 def make_scalars(random: np.random.Generator, batch: int) -> dict:
-    """Temperature, seeds and positions, each as a tensor or in another allowed form."""
+    """Return temperature, seeds and positions, each as a tensor or in another allowed form."""
     temperatures = np.where(
         random.random(batch) < 0.5, random.choice(TEMPERATURES, batch), random.uniform(0.1, 3, batch)
     )
@@ -128,14 +127,14 @@ def make_scalars(random: np.random.Generator, batch: int) -> dict:
 
 
 def make_row_call(random: np.random.Generator, structure: dict) -> dict:
-    """Valid arguments for `sample` and `draft`."""
+    """Return valid arguments for `sample` and `draft`."""
     shape = structure["batch"], structure["vocab"]
     logits = make_logits(random, shape, structure["dtypes"][0], structure["scale"], structure["trouble"])
     return {"logits": logits} | make_scalars(random, structure["batch"])
 
 
 def make_call(random: np.random.Generator, structure: dict) -> dict:
-    """Valid arguments for a sampler. Half of the drafts are the target's most likely tokens, so that some are accepted."""
+    """Return valid arguments for a sampler. Half of the drafts are the target's likeliest, so that some are accepted."""
     batch, drafts, vocab = structure["batch"], structure["drafts"], structure["vocab"]
     target_dtype, draft_dtype = structure["dtypes"]
     scale, trouble, alike = structure["scale"], structure["trouble"], structure["alike"]
@@ -160,7 +159,7 @@ def make_call(random: np.random.Generator, structure: dict) -> dict:
 
 
 def laid_out(random: np.random.Generator, call: dict, device: str) -> dict:
-    """The same values on a device, each tensor in a random layout."""
+    """Return the same values on a device, each tensor in a random layout."""
     return {
         name: pick(random, LAYOUTS)(value.to(device)) if isinstance(value, Tensor) else value
         for name, value in call.items()
@@ -174,7 +173,7 @@ def make_sampler(random: np.random.Generator, method: str, place) -> RejectionSa
 
 
 def with_logsumexp(sampler: RejectionSampler, call: dict) -> dict:
-    """Put in what the sampler's own `draft` returns, if the call asks for it."""
+    """Add the results of the sampler's own `draft`, if the call needs them."""
     if not isinstance(call["draft_logsumexp"], str):
         return call
     draft, temperature = call["draft_logits"], call["temperature"]
@@ -185,12 +184,12 @@ def with_logsumexp(sampler: RejectionSampler, call: dict) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What must hold of any call
+# Conditions of any call
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def bits(value) -> object:
-    """The bits of a tensor or an array, which must not change. As integers, so that NaNs compare by their payload."""
+    """Return the bits of a tensor or an array, as integers, so that NaNs compare by their payload."""
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested or value.is_meta:
@@ -217,7 +216,7 @@ def attempt(use, call: dict):
 
 
 def assert_names(error: Exception, names) -> None:
-    """The error's message starts with the name of an argument."""
+    """Check that the error's message starts with the name of an argument."""
     assert type(error) in (TypeError, ValueError)
     named = re.match(r"(\w+)(\[\d+\])?: ", str(error))
     assert named is not None, f"names no argument: {error}"
@@ -225,7 +224,7 @@ def assert_names(error: Exception, names) -> None:
 
 
 def assert_well_formed(output: SamplerOutput, call: dict) -> None:
-    """Accepted drafts, one more token of the vocabulary, then -1; the dtypes and shapes of the contract."""
+    """Check the form of an output: accepted drafts, one more token, then -1; dtypes and shapes of the contract."""
     batch, rows, vocab = call["target_logits"].shape
     assert isinstance(output, SamplerOutput)
     assert (tuple(output.token_ids.shape), output.token_ids.dtype) == ((batch, rows), torch.int64)
@@ -252,9 +251,9 @@ def assert_well_formed(output: SamplerOutput, call: dict) -> None:
 
 
 class Request:
-    """One request of a call as the reference takes it: float64 rows and plain numbers.
+    """One request of a call for the reference: float64 rows and plain numbers.
 
-    Triton computes in float32, so for it the reference is given the logits rounded to float32.
+    Triton computes in float32, so for Triton the reference receives the logits rounded to float32.
     """
 
     def __init__(self, call: dict, index: int, single: bool = False) -> None:
@@ -281,7 +280,7 @@ class Request:
         return 1e-9 if self.double else 1e-4
 
     def comparable(self) -> bool:
-        """Whether the quotients of logits and temperature are in the range of float32."""
+        """Whether logits / temperature is in the range of float32."""
         if self.temperature == 0 or self.double:
             return True
         rows = self.target if self.draft is None else np.concatenate([self.target, self.draft])
@@ -347,7 +346,7 @@ def compare_all(sampler: RejectionSampler, call: dict, output: SamplerOutput) ->
     if call["draft_logsumexp"] is not None and not torch.equal(
         call["draft_logsumexp"], with_logsumexp(sampler, call | {"draft_logsumexp": "from draft"})["draft_logsumexp"]
     ):
-        return []  # the given logsumexp is wrong: any token of the vocabulary is right
+        return []  # the given logsumexp is wrong: any token of the vocabulary is allowed
     rates = None if sampler.schedule is None else sampler.schedule.conditional_rates
     with np.errstate(all="ignore"):
         single = sampler.backend == "triton"

@@ -1,9 +1,9 @@
 """Triton's interpreter, made faster, and Triton 3.6's made to work with NumPy 2.4.
 
-What it does again and again in Python is done once, or for a whole tensor. Where a Triton release is built differently, it
-is left as it is; and where the environment variable SPECDECODE_PLAIN_INTERPRETER is set, to whatever value. Kernels then run
-several times slower. Tests that pass either way show that they do not pass because of what is changed here: the gate runs
-some 40 of the kernels' tests so.
+Repeated work in Python is done once, or for a whole tensor. The interpreter is unchanged in Triton releases with a
+different structure, and if the environment variable SPECDECODE_PLAIN_INTERPRETER is set, to any value. Kernels then run
+several times slower. The gate runs about 40 of the kernels' tests with the unchanged interpreter, to show that they do
+not depend on these changes.
 """
 
 from collections.abc import Callable
@@ -51,10 +51,10 @@ def prepare_once_per_launch(interpreter: Any) -> None:
         return {id(language), id(language.core)} & {id(value) for value in function.__globals__.values()}
 
     def patch_lang(function: Any) -> Any:
-        """Replace the functions of those language modules that the function's module imports, unless that is done."""
+        """Replace the functions of the language modules that the function's module imports, unless this is done already."""
         used = modules_of(function)
         if used and used <= patched:
-            return None  # the scope to restore, which the interpreter uses at the launch only
+            return None  # the scope to restore, which the interpreter uses only at the launch
         patched.update(used)
         return patch(function)
 
@@ -72,8 +72,8 @@ def prepare_once_per_launch(interpreter: Any) -> None:
 def reduce_whole_tensors(interpreter: Any) -> None:
     """Combine halves of the tensors at once in `tl.reduce`, for which Triton calls the function for every two numbers.
 
-    Neighbours are combined, then those results, and so on: as on a GPU a tree, which is the same for any function that is
-    associative, be it commutative or not.
+    Neighbours are combined, then their results, and so on: a tree, as on a GPU, which is correct for any associative
+    function, commutative or not.
     """
     operations = interpreter.ReduceOps
     reduce_numbers = operations.generic_reduce
@@ -99,7 +99,7 @@ def reduce_whole_tensors(interpreter: Any) -> None:
 
 
 def look_up_types_once(interpreter: Any) -> None:
-    """Keep the NumPy dtype of each type of Triton, for which Triton builds a table at each operation."""
+    """Cache the NumPy dtype of each Triton type; Triton builds a table for it at each operation."""
     find, found = interpreter._get_np_dtype, {}
 
     def numpy_dtype(kind: Any) -> Any:
@@ -111,10 +111,10 @@ def look_up_types_once(interpreter: Any) -> None:
 
 
 def describe_types_once() -> None:
-    """Keep what Triton works out of a type: its name and its size, at each operation, and the types of a tuple's values.
+    """Cache the name and size of a type, and the types of a tuple's values, which Triton computes at each operation.
 
-    The first type of its kind is made as Triton makes it, and the first tensor of each type; others are given the same
-    attributes. The type of a tuple is made when it is asked for.
+    Triton makes the first type of each kind, and the first tensor of each type; later ones copy the attributes. The type
+    of a tuple is made on access.
     """
     from triton.language import core
 
@@ -155,9 +155,9 @@ def describe_types_once() -> None:
 
 
 def call_operations_directly(interpreter: Any) -> None:
-    """Call operations of `triton.language` without asking each time whether they are called inside a kernel.
+    """Call operations of `triton.language` without checking each time whether they are called inside a kernel.
 
-    What they are given is a tensor most of the time, which need not be unwrapped; and a number becomes a tensor once.
+    Most arguments are tensors, which need no unwrapping; and each number becomes a tensor only once.
     """
     from triton.language import core
 
@@ -188,11 +188,11 @@ def call_operations_directly(interpreter: Any) -> None:
     core._unwrap_if_constexpr = lambda value: unwrap(value) if isinstance(value, may_be_wrapped) else value
 
 
-class Step(NamedTuple):
-    """What Triton computes by an operation on operands of certain types.
+class Operation(NamedTuple):
+    """The computation of a Triton operation on operands of certain types.
 
-    The inputs are, of each operand, the dtype that it is cast to, and its array if it is a number. `dtype` is of the handle
-    that holds the result; the properties are the result's type, dtype, shape and number of elements.
+    The inputs are, for each operand, the dtype that it is cast to, and its array if it is a number. `dtype` is the dtype
+    of the result's handle; the properties are the result's type, dtype, shape and number of elements.
     """
 
     function: Callable[..., np.ndarray]
@@ -202,17 +202,17 @@ class Step(NamedTuple):
 
 
 def compute_with_numpy_what_is_known(interpreter: Any) -> None:
-    """Compute an operation with NumPy alone where Triton has shown what it computes with operands of these types.
+    """Compute an operation directly in NumPy, once its computation on operands of these types is recorded.
 
-    At every operation Triton works out the type of the result, casts the operands to it and spreads a scalar over the
-    other's block. What comes of it is one function of NumPy, which spreads by itself. It is noted at the first time, and
-    kept if it returns the very result that Triton had.
+    At every operation Triton derives the type of the result, casts the operands to it and broadcasts a scalar to the
+    other operand's block. The computation itself is one NumPy function, which broadcasts by itself. It is recorded at the
+    first call, and kept if it reproduces Triton's result exactly.
     """
     from triton.language import core
 
     semantic, builder, make = interpreter.interpreter_semantic, interpreter.interpreter_builder, object.__new__
     plain = {f"{sign}int{bits}" for sign in ("", "u") for bits in (1, 8, 16, 32, 64)} | {"fp32", "fp64"}
-    # While an operation is watched: the functions that it computes, and the handles that these are given.
+    # While an operation is recorded: the functions that it calls, and the handles of their arguments.
     noted: list[tuple] | None = None
 
     def watch(name: str, described: Callable) -> None:
@@ -246,8 +246,8 @@ def compute_with_numpy_what_is_known(interpreter: Any) -> None:
             return operand.type.name
         return (type(operand), repr(operand)) if type(operand) in (int, float) else getattr(operand, "name", operand)
 
-    def step_of(operands: tuple, noted: list[tuple], result: Any) -> Step | None:
-        """Return the `Step` that was computed; None unless it is one function, of the operands or of casts of them."""
+    def operation_of(operands: tuple, noted: list[tuple], result: Any) -> Operation | None:
+        """Return the recorded `Operation`; None unless it is one function of the operands or of casts of them."""
         tensors = [*filter(is_tensor, operands)]
         functions = [each for each in noted if each[0] is not unchanged]
         were_cast = {id(handle) for function, handle, *_ in noted if function is unchanged}
@@ -265,44 +265,44 @@ def compute_with_numpy_what_is_known(interpreter: Any) -> None:
             for operand, handle in zip(operands, handles)
         ]
         properties = result.type, result.dtype, result.shape, result.numel
-        step = Step(function, inputs, result.handle.dtype, properties)
-        again, data = compute(step, operands).handle.data, result.handle.data
+        operation = Operation(function, inputs, result.handle.dtype, properties)
+        again, data = compute(operation, operands).handle.data, result.handle.data
         is_same = (again.dtype, again.shape, again.tobytes()) == (data.dtype, data.shape, data.tobytes())
-        return step if is_same else None
+        return operation if is_same else None
 
-    def compute(step: Step, operands: tuple) -> Any:
+    def compute(operation: Operation, operands: tuple) -> Any:
         arrays = []
-        for operand, (dtype, array) in zip(operands, step.inputs):
+        for operand, (dtype, array) in zip(operands, operation.inputs):
             if array is None:
                 array = operand.handle.data
                 if array.dtype is not dtype:
                     array = array.astype(dtype)
             arrays.append(array)
         result, handle = make(core.tensor), make(interpreter.TensorHandle)
-        handle.data, handle.dtype, handle.attr = step.function(*arrays), step.dtype, {}
-        result.handle, result.type, result.dtype, result.shape, result.numel = handle, *step.properties
+        handle.data, handle.dtype, handle.attr = operation.function(*arrays), operation.dtype, {}
+        result.handle, result.type, result.dtype, result.shape, result.numel = handle, *operation.properties
         return result
 
     def learn(name: str) -> None:
         operate_by_triton = getattr(semantic, name)
-        steps: dict[tuple, Step | None] = {}
+        operations: dict[tuple, Operation | None] = {}
 
         def operate(*operands: Any, **last: Any) -> Any:
             nonlocal noted
             operands += (*last.values(),)
             key = tuple([kind_of(operand) for operand in operands])
-            if noted is not None:  # this is a part of the operation that is watched
+            if noted is not None:  # this is a part of the recorded operation
                 return operate_by_triton(*operands)
-            if key not in steps:
+            if key not in operations:
                 noted = []
                 try:
                     result = operate_by_triton(*operands)
-                    steps[key] = step_of(operands, noted, result)
+                    operations[key] = operation_of(operands, noted, result)
                 finally:
                     noted = None
                 return result
-            step = steps[key]
-            return operate_by_triton(*operands) if step is None else compute(step, operands)
+            operation = operations[key]
+            return operate_by_triton(*operands) if operation is None else compute(operation, operands)
 
         setattr(semantic, name, operate)
 
@@ -313,7 +313,7 @@ def compute_with_numpy_what_is_known(interpreter: Any) -> None:
 
 
 def spread_only_what_differs(semantic: Any) -> None:
-    """Let two operands of one shape pass as they are where they are to be given one shape."""
+    """Skip the broadcast of two operands with equal shapes."""
     spread = semantic.broadcast_impl_value
 
     def spread_values(lhs: Any, rhs: Any) -> tuple[Any, Any]:
@@ -324,22 +324,22 @@ def spread_only_what_differs(semantic: Any) -> None:
 
 
 def leave_out_nan_in_maxima(builder: Any) -> None:
-    """Let `tl.maximum` and `tl.minimum` return the number that is not NaN, as on a GPU, and as `tl.max` does here, too."""
+    """Make `tl.maximum` and `tl.minimum` return the operand that is not NaN, as on a GPU, and as `tl.max` does here."""
     for name, larger in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
         setattr(builder, name, lambda lhs, rhs, larger=larger: builder.binary_op(lhs, rhs, larger))
 
 
 def leave_out_what_is_not_asserted(builder: Any) -> None:
-    """Compute no condition "this integer has not overflowed", which Triton asserts only where it is told to debug."""
+    """Skip the condition "this integer has not overflowed", which Triton asserts only in debug mode."""
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def count_with_any_scalar(interpreter: Any) -> None:
-    """Let a scalar of a kernel be a number of iterations, whatever NumPy is installed.
+    """Allow a scalar of a kernel as a number of iterations with any version of NumPy.
 
-    The interpreter keeps a scalar as an array of one element. Triton 3.6 makes an int of it by `int(array)`, an error from
-    NumPy 2.4 on, so that every kernel with a loop fails. Later releases of Triton do not.
+    The interpreter keeps a scalar as an array of one element. Triton 3.6 converts it by `int(array)`, an error from NumPy
+    2.4 on, so that every kernel with a loop fails. Later releases of Triton do not.
     """
     patch_tensor = interpreter._patch_lang_tensor
 

@@ -1,4 +1,4 @@
-"""Calls of the kernels in all variants, the reference's results for them, and launches made one by one."""
+"""Calls of the kernels in all variants, the reference's results, and single launches."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,26 +35,26 @@ NEVER = AcceptanceSchedule.from_rates([0.0])
 
 KINDS = ["strict", "probabilistic", "given logsumexp", "deterministic", "synthetic", "synthetic strict"]
 KINDS += ["block", "block given logsumexp", "block deterministic"]
-"""Kinds of calls: a method, and what is given of the drafts beside their ids."""
+"""Kinds of calls: a method, and its draft inputs besides ids."""
 
 FEW_KINDS = KINDS if ON_GPU else ["strict", "given logsumexp", "block"]
 FEW, MANY, LARGE = WAYS = {"large": False, "many": False}, {"large": False, "many": True}, {"large": True}
-"""How calls compute, which depends on their number of requests and rows."""
+"""The strategies of calls, which otherwise depend on the number of requests and rows."""
 
 
 def small(*cases: Any) -> tuple:
-    """All cases on a GPU, the first in the interpreter."""
+    """Return all cases on a GPU, the first ones in the interpreter."""
     return cases if ON_GPU else cases[:1]
 
 
 def method_of(kind: str) -> str:
-    """The method that a kind of call names."""
+    """Return the method of a kind of call."""
     first = kind.split()[0]
     return first if first in ("strict", "synthetic", "block") else "probabilistic"
 
 
 def given(kind: str, batch: Case) -> tuple[str, Tensor | None, Tensor | None]:
-    """The method that a kind of call names, and the draft's logits and their logsumexp where it gives them."""
+    """Return the method of a kind of call, its draft logits, and their logsumexp, if any."""
     draft_logits = None if kind.endswith(("strict", "deterministic")) else batch.draft_logits
     logsumexp = None
     if kind.endswith("given logsumexp"):
@@ -64,13 +64,13 @@ def given(kind: str, batch: Case) -> tuple[str, Tensor | None, Tensor | None]:
 
 
 def drafted(batch: Case, offset: int) -> Any:
-    """What the drafting step at an offset returns."""
+    """Return the output of the drafting step at an offset."""
     sampler, logits = RejectionSampler("probabilistic", backend="triton"), batch.draft_logits[:, offset]
     return sampler.draft(logits, batch.temperature, batch.seeds, batch.positions + offset)
 
 
 def checked(kind: str, batch: Case) -> tuple[str, VerificationBatch, AcceptanceSchedule | None]:
-    """The method, the checked arguments and the schedule of a kind of call."""
+    """Return the method, the checked arguments and the schedule of a kind of call."""
     method, draft_logits, logsumexp = given(kind, batch)
     numbers = batch.temperature, batch.seeds, batch.positions
     arguments = verification_batch(batch.target_logits, batch.draft_token_ids, draft_logits, logsumexp, *numbers)
@@ -78,12 +78,12 @@ def checked(kind: str, batch: Case) -> tuple[str, VerificationBatch, AcceptanceS
 
 
 def verify(kind: str, batch: Case, **options: Any) -> Any:
-    """Run the kernels on a case, in one of the ways that calls differ."""
+    """Run the kernels on a case, with one of the strategies."""
     return kernels.verify(*checked(kind, batch), **options)
 
 
 def expected(kind: str, batch: Case) -> list:
-    """What the reference says of each request."""
+    """Return the reference's outcome of each request."""
     outcomes = []
     for index in range(len(batch.seeds)):
         target, token_ids, draft = batch.rows(index)
@@ -96,15 +96,15 @@ def expected(kind: str, batch: Case) -> list:
 
 def assert_same(one: Any, other: Any) -> None:
     for name, got, want in zip(one._fields, one, other):
-        if got is not want:  # what is absent is None
+        if got is not want:  # absent fields are None
             torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 @contextmanager
 def memory_of(value: float) -> Iterator[None]:
-    """Give calls a workspace full of a float32 number, but for what starts as zeros.
+    """Fill the workspace of calls with a float32 number, except the part that starts as zeros.
 
-    Ones are statistics that are possible. Those that are not finite would be computed again.
+    Ones are plausible statistics. Non-finite statistics would be computed again.
     """
     allocate = Plan.allocate
 
@@ -133,7 +133,7 @@ def planned_with(module: Any, **constants: Any) -> Iterator[None]:
 
 
 def sizes_of(batch: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
-    """The bundle of sizes of a call."""
+    """Return the bundle of sizes of a call."""
     of_class = bundles.class_of(num_draft_tokens, vocab_size)
     return Sizes(batch, num_draft_tokens, vocab_size, -(-vocab_size // BLOCK_SIZE), *of_class)
 
@@ -143,8 +143,8 @@ def sizes_of(batch: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Steps:
-    """The launches of a call, to be made one by one; `parts` is the workspace between them, `output` what they write."""
+class PlannedCall:
+    """The launches of a call, run one by one; `parts` is the workspace between them, `output` is their output."""
 
     def __init__(self, kind: str, batch: Case, **options: Any) -> None:
         calls: list = []
@@ -161,7 +161,7 @@ class Steps:
             self.parts["state"][: self.values["zeros"]] = 0
 
     def bundle(self, name: str, kernel: Any = None) -> Any:
-        """A bundle that a launch is given, of a kernel or of any, by the name of its parameter, e.g. `sizes`."""
+        """Return a bundle by the name of its parameter, e.g. `sizes`, from the launch of a kernel or from any launch."""
         found = next(
             bundle
             for launch in self.launches
@@ -170,13 +170,13 @@ class Steps:
         )
         return with_numbers(found, self.values)
 
-    def run(self, *launches: Launch) -> "Steps":
-        """Make launches, of this call or others with its arguments."""
+    def run(self, *launches: Launch) -> "PlannedCall":
+        """Run launches of this call, or other launches with its arguments."""
         run(launches, {**self.tensors, **self.parts}, self.numbers, self.plan)
         return self
 
     def run_kernel(self, kernel: Any, programs: int, names: list[str], *bundles: NamedTuple) -> None:
-        """Launch a kernel of a test with some of the bundles of this call, and with others."""
+        """Launch a kernel of a test with some of the bundles of this call, and with other bundles."""
         values: dict[str, Any] = {}
         more = [named(bundle, values) for bundle in bundles]
         launch = Launch(kernel, (str(programs), "1", "1"), (*map(self.bundle, names), *more), {"num_warps": 8})
@@ -184,7 +184,7 @@ class Steps:
 
 
 def parts_of(plan: Plan, values: dict[str, Any]) -> dict[str, Tensor]:
-    """The parts of the workspace of a call, each in memory of its own, given the values of `Plan.values`."""
+    """Return the parts of the workspace of a call, each in separate memory, given the values of `Plan.values`."""
     return {
         name: torch.zeros(eval(length, {}, values), dtype=dtype, device=DEVICE)
         for name, (dtype, length) in plan.parts.items()
@@ -192,7 +192,7 @@ def parts_of(plan: Plan, values: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def run(launches: Any, tensors: dict[str, Any], numbers: dict[str, float], of: Plan | None = None) -> None:
-    """Make launches, whose expressions may use the definitions of the plan that they are of."""
+    """Run launches, whose expressions may use the definitions of their plan."""
     device = torch.device(DEVICE, 0) if ON_GPU else torch.device(DEVICE)
     plan = Plan(device, {} if of is None else of.definitions, {})
     plan.functions = {} if of is None else of.functions
@@ -201,7 +201,7 @@ def run(launches: Any, tensors: dict[str, Any], numbers: dict[str, float], of: P
 
 
 def run_kernel(kernel: Any, programs: int, *bundles: NamedTuple, num_warps: int = 8) -> None:
-    """Launch a kernel of a test, given bundles that hold tensors in place of symbols."""
+    """Launch a kernel of a test, given bundles with tensors in place of symbols."""
     values: dict[str, Any] = {}
     given = tuple(named(bundle, values) for bundle in bundles)
     launch = Launch(kernel, (str(programs), "1", "1"), given, {"num_warps": num_warps})
@@ -209,7 +209,7 @@ def run_kernel(kernel: Any, programs: int, *bundles: NamedTuple, num_warps: int 
 
 
 def with_numbers(value: Any, values: dict[str, Any]) -> Any:
-    """A bundle of a plan with the numbers that a call has."""
+    """Return a bundle of a plan with the numbers of a call."""
     if isinstance(value, tuple):
         return type(value)(*[with_numbers(field, values) for field in value])
     is_number = isinstance(value, Symbol) and value.dtype is None
@@ -217,7 +217,7 @@ def with_numbers(value: Any, values: dict[str, Any]) -> Any:
 
 
 def named(value: Any, values: dict[str, Any]) -> Any:
-    """Replace the tensors of a bundle by symbols, and note the tensors."""
+    """Replace the tensors of a bundle by symbols, and record the tensors."""
     if isinstance(value, Tensor):
         name = f"test_{len(values)}"
         values[name] = value
@@ -233,22 +233,22 @@ def named(value: Any, values: dict[str, Any]) -> Any:
 
 
 def sliced(logits: Tensor) -> Tensor:
-    """The same rows, starting at odd places of wider ones."""
+    """Return the same rows, starting at odd indices of wider rows."""
     wide = logits.new_full((*logits.shape[:-1], logits.shape[-1] + 5), 7)
     wide[..., 3:-2] = logits
     return wide[..., 3:-2]
 
 
 def strided(logits: Tensor) -> Tensor:
-    """The same rows, every other number of wider ones."""
+    """Return the same rows as every second element of wider rows."""
     return logits.repeat_interleave(2, dim=-1)[..., ::2]
 
 
 def impossible_drafts(requests: int, vocab: int, closeness: float) -> Case:
-    """A batch of one draft each, which the target makes impossible; draft rows are as close to the target's as is said.
+    """Return a batch of one impossible draft per request; draft rows differ from target rows by `closeness`.
 
-    They differ by blocks, with and without a residual, and a little by tokens. If infinitely, the first and
-    half of the others are none of the draft's: there the residual is all of p.
+    They differ by blocks, with and without a residual, and a little by tokens. With infinite closeness, the first block
+    and half of the others have no draft token: there the residual is all of p.
     """
     batch = case(requests, 1, vocab, torch.float32, greedy=0)
     generator = torch.Generator().manual_seed(1)
@@ -267,7 +267,7 @@ def impossible_drafts(requests: int, vocab: int, closeness: float) -> Case:
 
 
 def orders(counts: list[int]) -> Any:
-    """All orders of so many steps of each program."""
+    """Return all orders of the steps of programs, given the number of steps of each."""
     if not any(counts):
         yield []
     for program, count in enumerate(counts):
@@ -277,7 +277,7 @@ def orders(counts: list[int]) -> Any:
 
 
 def every(cases: Any, most: int) -> list:
-    """So many of some cases at most, evenly spread."""
+    """Return at most `most` of the cases, evenly spread."""
     cases = list(cases)
     return cases[:: 1 + len(cases) // most]
 
@@ -297,7 +297,7 @@ def in_reverse() -> Iterator[None]:
 
 
 def in_question(requests: int, drafts: int, vocab: int, dtype: torch.dtype = torch.float32) -> Case:
-    """A batch where many numbers of drafts depend on residual masses: nothing is decided early."""
+    """Return a batch where many numbers of drafts depend on residual masses, so that nothing is decided early."""
     batch = case(requests, drafts, vocab, dtype, greedy=0, seed=3)
     generator = torch.Generator().manual_seed(4)
     target = batch.target_logits.float() / 3

@@ -16,11 +16,11 @@ from tests.support import adjusted
 from tests.support.differential import FLOAT32_BAND, FLOAT64_BAND
 
 FLOAT32_TOLERANCE = 2e-5
-"""Of a log-probability that is computed in float32, in nats: the largest numbers that are subtracted from each other are
-about 70, and a rounding of those is 4e-6. In float64 only the result is rounded, to the float32 that is returned."""
+"""The tolerance of a log-probability computed in float32, in nats: the largest operands of a subtraction are about 70,
+and their rounding is 4e-6. In float64 only the result is rounded, to the returned float32."""
 
 MOST_KEPT = 1024
-"""Tokens that a kept set lists."""
+"""The most tokens that a kept set lists."""
 
 SCHEDULE = AcceptanceSchedule.from_rates([0.75, 0.6, 0.5, 0.4, 0.3])
 
@@ -35,25 +35,25 @@ class Expected(NamedTuple):
 
 
 def number(value: Tensor | float | None, index: int, default: Any) -> Any:
-    """One request's value of an argument that may be a tensor, a number or None."""
+    """Return one request's value of an argument that may be a tensor, a number or None."""
     if isinstance(value, Tensor):
         return value[index].item()
     return default if value is None else value
 
 
 def sampling_of(temperature: Any, top_k: Any, top_p: Any, min_p: Any, index: int) -> Sampling:
-    """One request's sampling."""
+    """Return one request's sampling parameters."""
     limits = number(top_k, index, None), number(top_p, index, 1.0), number(min_p, index, 0.0)
     return Sampling(float(number(temperature, index, 1.0)), *limits)
 
 
 def seed_of(seeds: Tensor | int, index: int) -> int:
-    """One request's seed: an int means consecutive seeds."""
+    """Return one request's seed; an int means consecutive seeds."""
     return int(seeds[index]) if isinstance(seeds, Tensor) else seeds + index
 
 
 def draft_rows(arguments: Mapping, index: int, how: Sampling, vocab: int) -> tuple[Any, Sampling, float]:
-    """One request's draft rows over the target's tokens, how they are sampled, and the margin of their truncation."""
+    """Return one request's draft rows over the target's tokens, their parameters, and the margin of their truncation."""
     rows = arguments["draft_logits"][index].double().cpu().numpy()
     ids = arguments.get("draft_vocab_ids")
     if ids is None:
@@ -64,7 +64,7 @@ def draft_rows(arguments: Mapping, index: int, how: Sampling, vocab: int) -> tup
 
 
 def expected_of(method: str, arguments: Mapping, index: int, schedule: AcceptanceSchedule = SCHEDULE) -> Expected:
-    """The oracle's result for one request of a padded call."""
+    """Return the oracle's result for one request of a padded call."""
     limits = [arguments.get(name) for name in ("top_k", "top_p", "min_p")]
     sampling = sampling_of(arguments.get("temperature", 1.0), *limits, index)
     logits, token_ids = arguments["target_logits"][index].cpu(), arguments["draft_token_ids"][index].tolist()
@@ -90,7 +90,7 @@ def expected_of(method: str, arguments: Mapping, index: int, schedule: Acceptanc
 
 
 def band_of(arguments: Mapping, backend: str) -> float:
-    """How close the oracle's decision must be, in nats, where a backend may decide otherwise: see `FLOAT32_BAND`."""
+    """Return the largest margin of the oracle, in nats, at which a backend may differ: see `FLOAT32_BAND`."""
     floats = [arguments["target_logits"], arguments.get("draft_logits")]
     in_float64 = all(each is None or each.dtype == torch.float64 for each in floats)
     is_given = arguments.get("draft_logsumexp") is not None  # which is float32
@@ -100,15 +100,15 @@ def band_of(arguments: Mapping, backend: str) -> float:
 def assert_equals_oracle(
     method: str, arguments: Mapping, output: SamplerOutput, backend: str, schedule: AcceptanceSchedule = SCHEDULE
 ) -> None:
-    """Check everything that a call returned.
+    """Check all results of a call.
 
-    A request's tokens may differ only where the oracle's margin is within the band, and of a batch one request, and one
-    more per hundred. Log-probabilities and lists are compared where the truncation of their row is not that close.
+    A request's tokens may differ only if the oracle's margin is within the band, and only for one request of a batch, and
+    one more per hundred. Log-probabilities and lists are compared if the truncation of their row has a larger margin.
 
     Args:
         method: the sampler's method.
         arguments: of the padded call, by name.
-        output: of that call, or of one that means the same.
+        output: of this call, or of an equivalent one.
         backend: "eager" or "triton".
         schedule: of a synthetic sampler.
     """
@@ -173,7 +173,7 @@ def assert_form(arguments: Mapping, output: SamplerOutput) -> None:
 
 
 def kept_up_to(row: np.ndarray, cutoff: int) -> list[int]:
-    """The tokens of a row up to its cutoff, in the order of decreasing logits, of equal ones increasing ids."""
+    """Return the tokens of a row up to its cutoff, by decreasing logits, and by increasing ids for equal logits."""
     row = without_nan(row)
     if cutoff < 0:
         return np.flatnonzero(np.isfinite(row)).tolist()
@@ -184,7 +184,7 @@ def kept_up_to(row: np.ndarray, cutoff: int) -> list[int]:
 def assert_row(
     arguments: Mapping, output: SamplerOutput, expected: Expected, index: int, offset: int, band: float
 ) -> None:
-    """Check what is returned of one emitted token's row."""
+    """Check the results for one emitted token's row."""
     where = f"request {index}, row {offset}"
     close = {"rtol": 1e-7, "atol": 1e-9} if band == FLOAT64_BAND else {"rtol": 1e-6, "atol": FLOAT32_TOLERANCE}
     processed, sampling = expected.rows[offset], expected.sampling

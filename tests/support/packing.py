@@ -1,4 +1,4 @@
-"""Packed calls that say what a padded call says: rows without gaps, state in slots, all that is unused poisoned."""
+"""Packed calls equivalent to a padded call: rows without gaps, state in slots, unused values poisoned."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,11 +12,11 @@ from tests.support.differential import Case
 
 NAN = float("nan")
 SCHEDULE = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=8)
-NOBODYS = 2  # rows before the first request's and after the last one's
+NOBODYS = 2  # rows before the first request's and after the last request's
 
 
 def with_counts(batch: Case, counts: Sequence[int]) -> Case:
-    """The batch with so many drafts at most of each request."""
+    """Return the batch with at most `counts` drafts of each request."""
     token_ids = batch.draft_token_ids.clone()
     for ids, count in zip(token_ids, counts):
         ids[count:] = -1
@@ -24,9 +24,9 @@ def with_counts(batch: Case, counts: Sequence[int]) -> Case:
 
 
 def packed_rows(batch: Case, counts: Sequence[int], dtype: torch.dtype = torch.int64) -> dict[str, Any]:
-    """The rows and draft tokens of a batch as a packed call takes them, [num_rows, ...], and where they start.
+    """Return the rows and draft tokens of a batch for a packed call, [num_rows, ...], and the row starts.
 
-    What nobody looks at is NaN or no token: rows of no request, ids after a -1. The id of a last row is a likely token.
+    Unused values are NaN or invalid: rows of no request, ids after a -1. The id of a last row is a likely token.
     """
     device = batch.target_logits.device
     none = [batch.target_logits.new_full((NOBODYS, batch.target_logits.shape[2]), NAN)]
@@ -48,14 +48,14 @@ def packed_rows(batch: Case, counts: Sequence[int], dtype: torch.dtype = torch.i
 
 
 def fed_positions(positions: Tensor, rows: dict[str, Any]) -> Tensor:
-    """`row_positions` of the rows of a packed call, given [batch] positions of first drafts; only a first row's is right."""
+    """Return the `row_positions` of a packed call, right only for first rows, given [batch] positions of first drafts."""
     result = positions.new_full((len(rows["target_logits"]),), -9)
     result[rows["row_starts"][:-1].long()] = positions - 1
     return result
 
 
 def in_slots(value: Any, slots: Tensor, num_slots: int) -> Any:
-    """What is by request as it is by slot, the unused ones holding what is no valid value; numbers stay as they are."""
+    """Return a tensor by request as a tensor by slot, with invalid values in unused slots; numbers are unchanged."""
     if isinstance(value, Sampling):
         return Sampling(*[in_slots(part, slots, num_slots) for part in value])
     if not isinstance(value, Tensor):
@@ -65,14 +65,11 @@ def in_slots(value: Any, slots: Tensor, num_slots: int) -> Any:
     return by_slot
 
 
-METHODS = ["strict", "probabilistic", "block", "synthetic"]
-
-
 def sampler_of(method: str, backend: str = "eager") -> RejectionSampler:
     return RejectionSampler(method, backend=backend, schedule=SCHEDULE if method == "synthetic" else None)
 
 
 def assert_same(one: SamplerOutput, other: SamplerOutput) -> None:
     for name, got, want in zip(one._fields, one, other):
-        if got is not want:  # what is absent is None
+        if got is not want:  # absent fields are None
             torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=name)

@@ -1,4 +1,4 @@
-"""Counters whose random words are extreme: Philox backwards."""
+"""Counters with extreme random words, by inverting Philox."""
 
 from reference import philox as reference
 
@@ -9,7 +9,7 @@ EXTREMES = [(0, 0), (0, 1), (1, 0), (0, ONES), (ONES, 0), (ONES, ONES), (ONES - 
 
 
 def counter_of(words: tuple[int, int]) -> tuple[int, int, int]:
-    """Return the index, position and domain whose random words under seed 0 begin with two given ones: Philox backwards."""
+    """Return the index, position and domain whose random words under seed 0 begin with two given words."""
     high, low = words
     c0, c1, c2, c3 = high, low, 0, 0
     for round_ in reversed(range(10)):

@@ -14,7 +14,7 @@ from tests.support.sharded_calls import columns
 
 
 def groups(size: int, seconds: float = 60) -> list[distributed.ProcessGroup]:
-    """One process group of gloo, as each of its members sees it."""
+    """Return the members of one gloo process group."""
     store = distributed.HashStore()
 
     def member(rank: int) -> distributed.ProcessGroup:
@@ -45,7 +45,7 @@ def on_ranks(function: Callable, arguments: list[tuple]) -> list[Any]:
 
 
 class Ranks:
-    """Ranks that each hold the tokens between two bounds, in the order of the vocabulary or another."""
+    """Ranks with the tokens between two bounds each, in any order of the vocabulary."""
 
     def __init__(self, bounds: list[int], order: list[int] | None = None) -> None:
         parts = list(itertools.pairwise(bounds))

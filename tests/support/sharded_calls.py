@@ -1,4 +1,4 @@
-"""Random calls with every option, for ranks that hold shards and for one process that holds whole rows."""
+"""Random calls with every option, for ranks with shards and for one process with whole rows."""
 
 from random import Random
 from typing import Any
@@ -8,10 +8,10 @@ from torch import Tensor
 
 from specdecode import RejectionSampler, SamplerOutput, Sampling, VocabShard
 from tests.support.adjusted import SOME, adjustments_for, packed
+from tests.support.calls import METHODS
 from tests.support.differential import case
 from tests.support.packing import SCHEDULE, fed_positions, in_slots, packed_rows, with_counts
 
-METHODS = ("probabilistic", "strict", "block", "synthetic")
 LIMITS: list[dict[str, Any]] = [{}, {"top_p": 0.9, "top_k": 40}, {"top_p": 0.95}, {"top_k": 7}, {"min_p": 0.02}]
 REPORTS: list[dict[str, Any]] = [
     {},
@@ -76,7 +76,7 @@ def random_call(seed: int, vocab: int, device: str = "cpu") -> tuple[str, dict[s
         if adjustments is not None:
             adjustments = packed(adjustments, rows, counts, slots, requests + 2)
         if chance.random() < 0.5:  # one more request, without rows
-            options["target_logits"][0] = batch.target_logits[0, 0]  # a row like others, where it would be looked for
+            options["target_logits"][0] = batch.target_logits[0, 0]  # a valid row at the index of the missing one
             place = chance.randrange(requests)
             for name in ("row_starts", "slots", "positions"):
                 if name in options:

@@ -1,4 +1,4 @@
-"""The built site, built once in a process, and a browser that opens it without asking any other host for anything."""
+"""The built site, built once per process, and a browser that contacts no other host."""
 
 import contextlib
 import functools
@@ -35,7 +35,7 @@ BROWSERS = (
 
 
 class Site(NamedTuple):
-    """The built site and what building it took."""
+    """The built site, and the time to build it."""
 
     folder: Path
     cpu_seconds: float
@@ -54,7 +54,7 @@ class Server(NamedTuple):
 
 @functools.cache
 def built_site() -> Site:
-    """Build the site strictly, without torch; skip the test if what that needs is not installed."""
+    """Build the site strictly, without torch; skip the test if a requirement is not installed."""
     for module in ("mkdocs", "material", "mkdocstrings", "math_core", "ziamath"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module}, which building the site needs, is not installed")
@@ -88,7 +88,7 @@ def served(site: Site) -> Iterator[Server]:
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    """Serve files, say nothing."""
+    """Serve files without logging."""
 
     def log_message(self, *arguments: Any) -> None:
         pass

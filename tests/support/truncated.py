@@ -1,4 +1,4 @@
-"""Truncations to try, rows that are hard to cut, and the tokens that are kept by the rules, in fractions."""
+"""Truncations for tests, rows that are hard to truncate, and the kept tokens by the rules, in fractions."""
 
 from collections.abc import Mapping
 from fractions import Fraction
@@ -10,7 +10,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def kept_tokens(row: list, top_k: int = 0, top_p: float = 1, min_p: float = 0) -> list[int]:
-    """The tokens that are kept of a row of probabilities, by the rules as they are told, in fractions."""
+    """Return the kept tokens of a row of probabilities, by the definition of the rules, in fractions."""
     order = sorted((token for token, p in enumerate(row) if p > 0), key=lambda token: (-row[token], token))
     order = [token for token in order if row[token] >= Fraction(min_p) * row[order[0]]]
     order = order[: top_k or None]
@@ -38,7 +38,7 @@ TRUNCATIONS: dict[str, dict] = {
 
 
 def of_request(options: Mapping, index: int) -> dict:
-    """One request's options, as plain numbers."""
+    """Return one request's options, as plain numbers."""
     return {name: value[index].item() if isinstance(value, Tensor) else value for name, value in options.items()}
 
 

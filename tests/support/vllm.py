@@ -1,28 +1,29 @@
-"""Stand-ins for what vLLM's classes hold, with the names, shapes and dtypes of vLLM 0.33, and the arguments of `_verify`."""
+"""Stand-ins for vLLM's classes, with the names, shapes and dtypes of vLLM 0.33, and the arguments of `_verify`."""
 
 import logging
 import sys
 from types import SimpleNamespace as Namespace
+from typing import get_args
 from unittest.mock import Mock
 
 import numpy as np
 import torch
 
 from specdecode import RejectionSampler, SamplerOutput
-from specdecode.integrations.engine import Fallbacks
+from specdecode.integrations.engine import EngineMethod, Fallbacks
 from specdecode.integrations.vllm import DraftVerification, TokenSampling
 from specdecode.integrations.vllm.compat import PARALLEL
 from specdecode.integrations.vllm.grammars import KeptGrammars
 from specdecode.integrations.vllm.sampling import SlotValues
-from specdecode.integrations.vllm.steps import Step
+from specdecode.integrations.vllm.steps import StepInputs
 
-METHODS = ["probabilistic", "block", "strict"]
+METHODS = list(get_args(EngineMethod))
 LEFT = object()
-"""What the stand-in for vLLM's own verification returns."""
+"""The result of the stand-in for vLLM's own verification."""
 
 
 class PlainRejectionSampler:
-    """What the adapter's class is mixed into: it notes the calls that are left to it."""
+    """The base class of the adapter's class: it records the calls that are left to it."""
 
     def _verify(self, *arguments):
         self.left = arguments
@@ -40,7 +41,7 @@ class Verifying(DraftVerification, PlainRejectionSampler):
 
 
 def mirrored(values, dtype):
-    """Values by slot, as vLLM keeps them: for the host and for the device."""
+    """Return values by slot, as vLLM keeps them: for the host and for the device."""
     tensor = torch.as_tensor(values, dtype=dtype)
     return Namespace(gpu=tensor, np=tensor.numpy())
 
@@ -139,7 +140,7 @@ class ThinkingBudgetState:
         return self.enabled and hasattr(params, "thinking_token_budget")
 
     def apply(self, logits, context):
-        """Look for where requests begin and end to think, in what is committed, and change no row."""
+        """Find the begin and end of thoughts in the committed text, and change no row."""
         assert len(logits) == 0
         for slot in context.idx_mapping_np if self.enabled else ():
             if self.thinking_token_budget.np[slot] >= 0:
@@ -163,14 +164,14 @@ def request_states(slots, most=40):
 
 
 class Custom:
-    """A processor of an engine's own, of the requests that say so."""
+    """A custom processor, for requests that enable it."""
 
     def add_request(self, slot, params):
         return hasattr(params, "custom")
 
 
 class PlainSampler:
-    """What vLLM's `Sampler` has."""
+    """The attributes of vLLM's `Sampler`."""
 
     def __init__(self, slots=64, vocab=50, thinking=()):
         self.needs_logits_processing = np.zeros(slots, dtype=bool)
@@ -193,7 +194,7 @@ LimitedSampler = type("Sampler", (TokenSampling, PlainSampler), {})
 
 
 class PlainWorker:
-    """What vLLM's `StructuredOutputsWorker` does."""
+    """A stand-in for vLLM's `StructuredOutputsWorker`."""
 
     def __init__(self, most_rows, vocab, mask_stride):
         self.logits_indices = torch.zeros(most_rows, dtype=torch.int32)
@@ -218,7 +219,7 @@ Worker = type("StructuredOutputsWorker", (KeptGrammars, PlainWorker), {})
 
 
 def grammar_of(requests, mask_stride, vocab, seed=0, share=0.5):
-    """A step's grammars, as vLLM's scheduler sends them: masks of some requests, many rows each."""
+    """Return a step's grammars, as vLLM's scheduler sends them: masks of some requests, many rows each."""
     words = torch.rand(len(requests) * mask_stride, -(-vocab // 32), 32, generator=torch.Generator().manual_seed(seed))
     bits = (words < share).numpy().astype(np.int64) << np.arange(32)
     ids = [f"request {place}" for place in requests]
@@ -226,7 +227,7 @@ def grammar_of(requests, mask_stride, vocab, seed=0, share=0.5):
 
 
 def processed(states):
-    """VLLM's processing: the rows as float32, divided by the temperature; what truncates is not in these tests."""
+    """Return vLLM's processing: the rows as float32, divided by the temperature, without truncation."""
 
     def apply_sampling_params(logits, expanded_idx_mapping, *_):
         temperature = states.temperature.gpu[expanded_idx_mapping.long(), None]
@@ -236,7 +237,7 @@ def processed(states):
 
 
 class BareSampler(TokenSampling):
-    """A sampler that was told of no request: what is in its states' slots counts."""
+    """A sampler without added requests: it uses the values in its states' slots."""
 
     known = None
 
@@ -254,7 +255,7 @@ def bare_sampler(states, method="strict", kind=BareSampler):
     sampler.__dict__ |= {
         "sampling_states": states,
         "noted": np.zeros(slots, dtype=np.uint8),
-        "needs_logits_processing": np.ones(slots, dtype=bool),  # of temperature, too: not looked at
+        "needs_logits_processing": np.ones(slots, dtype=bool),  # also processes temperatures; unused
         "logprobs_mode": "raw_logprobs",
         "return_sampling_mask": False,
         "apply_sampling_params": processed(states),
@@ -278,7 +279,7 @@ def rejection_sampler(method, states, num_draft_tokens, **members):
 
 
 def step(drafts, logits, slots, positions):
-    """The arguments of vLLM's `_verify`, but draft_logits: ragged drafts, and rows [batch, num_draft_tokens + 1, vocab]."""
+    """Return the arguments of vLLM's `_verify` without draft_logits, given ragged drafts and padded rows."""
     lengths = [len(each) + 1 for each in drafts]
     fed = [token for each in drafts for token in (3, *each)]  # 3: each request's last token
     offsets = [i for length in lengths for i in range(length)]
@@ -299,9 +300,9 @@ def step(drafts, logits, slots, positions):
 
 
 def step_of_rows(row_slots, slots, slots_np, positions, fed, offsets):
-    """The part of a step that masks depend on; the rest is empty."""
+    """Return the part of a step that masks depend on; the rest is empty."""
     none = fed[:0]
-    return Step(none, None, fed, positions, none, slots, slots_np, row_slots, offsets, slots_np, fed)
+    return StepInputs(none, None, fed, positions, none, slots, slots_np, row_slots, offsets, slots_np, fed)
 
 
 def emitted(token_ids, num_tokens):
@@ -309,7 +310,7 @@ def emitted(token_ids, num_tokens):
 
 
 def ragged_case(seed=0, batch=40, slots=64, vocab=50, num_draft_tokens=4, scale=1.0):
-    """Drafts of 0 to K tokens, most of them the argmax, some of them -1; requests in any slots."""
+    """Return a step with 0 to K drafts, most of them the argmax, some of them -1; requests in any slots."""
     random = np.random.default_rng(seed)
     logits = torch.tensor(scale * random.normal(size=(batch, num_draft_tokens + 1, vocab)), dtype=torch.bfloat16)
     drafts = []
@@ -321,7 +322,7 @@ def ragged_case(seed=0, batch=40, slots=64, vocab=50, num_draft_tokens=4, scale=
 
 
 def arguments(case):
-    """The order of vLLM's method, draft_logits aside."""
+    """Return the arguments in the order of vLLM's method, without draft_logits."""
     return [value for name, value in case.items() if name != "logits"]
 
 
@@ -334,7 +335,7 @@ def packed_arguments(method, states, case, draft_logits=None, num_draft_tokens=4
 
 
 def group_of_ranks(monkeypatch, rank, size):
-    """A rank's group, as vLLM returns it. It can wait for the other ranks, and exchange nothing with them."""
+    """Return a rank's group, as vLLM returns it. It can wait for the other ranks, but exchange nothing."""
     ranks = Namespace(rank_in_group=rank, world_size=size, barrier=Mock())
     for name in ("vllm", "vllm.distributed"):
         monkeypatch.setitem(sys.modules, name, Namespace(__path__=[]))

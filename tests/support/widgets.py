@@ -1,4 +1,4 @@
-"""Where the site's widgets are, and by enumeration what they should show."""
+"""The site's widgets, and their expected results by enumeration."""
 
 import json
 import re
@@ -14,7 +14,7 @@ MATH, WIDGETS = DOCS / "javascripts/math.js", DOCS / "javascripts/widgets.js"
 
 
 def row_constants(name: str) -> list[float]:
-    """Return a list of numbers that widgets.js names."""
+    """Return a list of numbers from widgets.js, by name."""
     return json.loads(re.search(rf"const {name} = (\[.*?\])", WIDGETS.read_text(encoding="utf-8"))[1])
 
 
@@ -41,7 +41,7 @@ def block_tokens(target: list[Fraction], draft: list[Fraction], drafts: int) -> 
 
 
 def enumerated_paths(target: list, draft: list, length: int) -> list[tuple]:
-    """Return (drafts, how often they are proposed, accepted by token, accepted by block), by the reference's formulas."""
+    """Return (drafts, their probability, acceptance by token, acceptance by block), by the reference's formulas."""
     paths = [((), Fraction(1), Fraction(1), Fraction(1))]
     for _ in range(length):
         paths = [

@@ -1,4 +1,4 @@
-"""Check what the wheel and the sdist hold: `python -m tests.tools.check_distributions WHEEL SDIST`."""
+"""Check the contents of the wheel and the sdist: `python -m tests.tools.check_distributions WHEEL SDIST`."""
 
 import sys
 import tarfile

@@ -7,17 +7,18 @@ In the repository's root, with a GPU, the engine and this package installed:
 
 It prints a line for each part of the comparisons that `--compare` names. Of both engines there are
 
-- `greedy`: of greedy requests, how many texts are equal; beside it how many are when the engine's own verification is run
-  again, and this package's. A model whose numbers depend on the batch need not repeat itself. Different texts are an error
-  if the engine repeats its own in full and has to (`VLLM_BATCH_INVARIANT=1`; in SGLang drafts that are not drawn); else if
-  Fisher's exact test says that there are more of them than of the engine's own. *Gaps* says after how many tokens they part.
+- `greedy`: the number of equal texts of greedy requests; for comparison, the same when the engine's own verification is
+  repeated, and this package's. A model whose results depend on the batch need not repeat its texts. Different texts are
+  an error if the engine must repeat its texts and does (`VLLM_BATCH_INVARIANT=1`; in SGLang, drafts that are not drawn);
+  otherwise, if Fisher's exact test finds more of them than in the engine's own repetition. *Gaps* are the indices at
+  which texts first differ.
 - `tokens`: p-values of chi-square tests that the first four tokens of many requests with one prompt, and tokens 2 and 3, and
-  all four together, have the same distribution under both. Rare tokens share cells. The prefill draws the first, whoever
-  verifies: a control. A p-value below 1e-4 is an error: of 12 p-values one is in at most about one of 800 runs, if all is
-  right. With 4,000 samples nine of ten errors are seen whose total variation is .12, spread over all cells; smaller ones if
-  they are in fewer tokens.
+  all four together, have the same distribution under both. Rare tokens share cells. The prefill draws the first token in
+  both cases: a control. A p-value below 1e-4 is an error: among 12 p-values this happens in at most about one of 800 runs
+  if all is right. With 4,000 samples an error of total variation .12, spread over all cells, is found nine times in ten;
+  smaller errors are found if they are in fewer tokens.
 
-and those in the docstrings of `vllm_engine` and `sglang_engine`. The exit status is 1 if there is an error.
+and the comparisons in the docstrings of `vllm_engine` and `sglang_engine`. The exit status is 1 if there is an error.
 """
 
 import argparse
@@ -31,14 +32,14 @@ from typing import Any, NamedTuple, Protocol
 
 OURS = "ours"
 REQUESTS, RUNNING = 64, 256
-"""Requests whose texts are compared, and requests whose acceptance is."""
+"""The numbers of requests whose texts are compared, and whose acceptance is compared."""
 ALARM = 1e-4
 Texts = list[list[int]]
 Results = Iterator[tuple[str, dict[str, Any]]]
 
 
 class Served(NamedTuple):
-    """The texts of requests, and counts of the steps that made them."""
+    """The texts of requests, and counts of their steps."""
 
     texts: Texts
     counted: dict[str, Any]
@@ -48,8 +49,8 @@ class Engine(Protocol):
     """An engine in which both verifications can be used."""
 
     name: str  # also the mode in which it verifies by itself
-    repeats: bool  # whether it has to make the same greedy texts again
-    tokens: int  # of each text that is compared
+    repeats: bool  # whether it must repeat its greedy texts
+    tokens: int  # tokens of each compared text
     samples: int  # requests whose tokens are compared
 
     def serve(self, mode: str, prompts: Texts, sampling: Any, tokens: int, held: bool = False) -> Served:
@@ -57,23 +58,23 @@ class Engine(Protocol):
 
         Args:
             mode: `OURS` or `name`.
-            prompts: one a request.
+            prompts: one per request.
             sampling: parameters of all requests, or a list with each request's.
-            tokens: number of tokens that each emits.
-            held: start with all of them, so that batches are the same in each run.
+            tokens: number of tokens of each request.
+            held: start with all requests, so that batches are the same in each run.
         """
 
     def samplings(self) -> dict[str, dict[str, Any]]:
         """Return the kinds of requests whose tokens are compared."""
 
     def gaps(self, prompts: Texts, texts: Texts, others: Texts) -> list[Any]:
-        """Return the index at which each pair of different greedy texts parts."""
+        """Return the first different index of each pair of different greedy texts."""
 
     def errors(self) -> list[str]:
         """Return the errors of the engine."""
 
     def close(self, status: int) -> None:
-        """End the engine; the process is to exit with a status."""
+        """End the engine; the process exits with a status."""
 
 
 # ---- Comparisons -----------------------------------------------------------------------------------------------------
@@ -93,11 +94,11 @@ def greedy(engine: Engine) -> Results:
 def compared(
     engine: Engine, prompts: Texts, sampling: Any, kinds: list[str], plain: Texts | None = None
 ) -> dict[str, Any]:
-    """Compare the texts of requests with the first that the engine's own verification makes.
+    """Compare the texts of requests with the first run of the engine's own verification.
 
     Args:
         engine: serves.
-        prompts: one a request.
+        prompts: one per request.
         sampling: as in `Engine.serve`.
         kinds: of each request; '' is not compared.
         plain: texts of plain greedy requests; *changed* counts those that differ from them.
@@ -135,10 +136,10 @@ def is_wrong(ours: int, again: int, requests: int, repeats: bool) -> bool:
     """Return whether more texts differ from the engine's than its own repetition shows.
 
     Args:
-        ours: how many of this package's differ.
-        again: how many of the engine's own differ when it is run again.
-        requests: how many there are of each.
-        repeats: the engine makes the same texts whenever it is run, so that any difference is wrong.
+        ours: the number of this package's texts that differ.
+        again: the number of the engine's own texts that differ when it is run again.
+        requests: the number of texts of each.
+        repeats: whether the engine always repeats its texts, so that any difference is wrong.
     """
     from scipy import stats
 
@@ -149,13 +150,13 @@ def is_wrong(ours: int, again: int, requests: int, repeats: bool) -> bool:
 
 
 def tokens(engine: Engine) -> Results:
-    """Compare the first tokens of requests with one prompt, and what is counted in longer texts."""
+    """Compare the first tokens of requests with one prompt, and the counts in longer texts."""
     parts = {f"token {i + 1}": slice(i, i + 1) for i in range(4)} | {"tokens 2-3": slice(1, 3), "tokens 1-4": slice(4)}
     for name, sampling in engine.samplings().items():
         result: dict[str, Any] = {"requests": engine.samples, "p": {}}
         texts = dict[str, Texts]()
         for mode in (OURS, engine.name):
-            engine.serve(mode, prompts_of(1) * 8, sampling, 8)  # what is compiled at its first call is
+            engine.serve(mode, prompts_of(1) * 8, sampling, 8)  # compile at the first call
             texts[mode] = engine.serve(mode, prompts_of(1) * engine.samples, sampling, 6).texts
         for mode in (OURS, engine.name):
             result[mode] = engine.serve(mode, prompts_of(RUNNING), sampling, 64).counted
@@ -171,8 +172,8 @@ def p_value(first: list[Any], second: list[Any], least: int = 12, shared: int = 
     Args:
         first: tokens, or tuples of them.
         second: tokens, or tuples of them.
-        least: how often one must be in both together to have a cell of its own.
-        shared: number of cells of all others, which are dealt out by their hash. Random models have many rare tokens.
+        least: the minimum count in both samples together for a separate cell.
+        shared: number of cells for all others, which are distributed by hash. Random models have many rare tokens.
     """
     from scipy import stats
 
@@ -197,7 +198,7 @@ COMPARISONS: dict[str, Callable[[Any], Results]] = {"greedy": greedy, "tokens": 
 
 
 def errors_of(part: str, result: dict[str, Any]) -> list[str]:
-    """Return the errors that a part of a comparison shows."""
+    """Return the errors in a part of a comparison."""
     errors = [f"{part}: texts differ"] if result.get("wrong") else []
     return errors + [f"{part}: {name}, p = {p:.2g}" for name, p in result.get("p", {}).items() if p < ALARM]
 

@@ -1,7 +1,7 @@
 """Every known mistake is seen and named first, and right verifiers are not accused: `python -m tests.tools.check_suspects`.
 
-Options: --seeds 10, --requests 200000, and mistakes by their ids. The table has, for each mistake, how often it was seen,
-how often it was named first, and what was named first otherwise. Right verifiers run five times as often.
+Options: --seeds 10, --requests 200000, and mistakes by their ids. The table has, for each mistake, the number of runs
+that found it, that named it first, and the other names given first. Right verifiers run five times as often.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def judge_right(name: str, verifier: Verifier, drafter: Drafter | None, options:
 
 
 def judge_mistake(name: str, mistake: Mistake, options: argparse.Namespace) -> int:
-    """Return in how many runs it was not seen, or not named first."""
+    """Return the number of runs in which the mistake was not found, or not named first."""
     seen, first, others = 0, 0, Counter()
     for seed in range(options.seeds):
         report = check(mistake.verifier, mistake.drafter, requests=options.requests, seed=seed, progress=False)

@@ -1,7 +1,7 @@
 """Verifiers of other packages, called as `specdecode check` calls one: `specdecode check tests/tools/others.py:flashspec`.
 
-The packages are not needed by any test. Install the one that you want to check: flashspec, rotalabs-accel. What a package
-does elsewhere, such as greedy decoding, raises a ValueError: it is not asked then.
+The packages are not needed by any test. Install the one that you want to check: flashspec, rotalabs-accel. Cases that a
+package does not handle, such as greedy decoding, raise a ValueError and are skipped.
 """
 
 import numpy as np
@@ -15,13 +15,13 @@ def log_probs(logits: np.ndarray, temperature: float) -> torch.Tensor:
 
 
 def padded(tokens: np.ndarray, accepted: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Accepted drafts, the token after them, then -1."""
+    """Return accepted drafts, the next token, then -1."""
     slots, count = np.arange(tokens.shape[1] + 1), accepted[:, None]
     return np.where(slots < count, np.pad(tokens, ((0, 0), (0, 1))), np.where(slots == count, last[:, None], -1))
 
 
 def flashspec(target_logits, draft_token_ids, draft_logits, *, temperature):
-    """`rejection_step`, and `rejection_step_onehot` for drafts without logits."""
+    """Verify by `rejection_step`, or by `rejection_step_onehot` for drafts without logits."""
     from flashspec.sampling.rejection import rejection_step, rejection_step_onehot
 
     if temperature == 0 or draft_token_ids.shape[1] == 0:
@@ -38,7 +38,7 @@ def flashspec(target_logits, draft_token_ids, draft_logits, *, temperature):
 
 
 def rotalabs_accel(target_logits, draft_token_ids, draft_logits, *, temperature):
-    """`rejection_sample`, in a loop that stops at the first rejection, as its docstring says; the bonus token from p."""
+    """Verify by `rejection_sample`, in a loop that stops at the first rejection, as documented; bonus token from p."""
     from rotalabs_accel.speculative.sampling import rejection_sample
 
     if temperature == 0 or draft_logits is None or (draft_token_ids < 0).any():

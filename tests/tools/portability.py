@@ -1,15 +1,13 @@
 """Compile the kernels for a GPU that the machine does not have.
 
 `python -m tests.tools.portability 80` compiles them for compute capability 8.0. Without a GPU, tests run in Triton's
-interpreter, which accepts code that the compiler refuses; and code for one kind of GPU may not compile for another. Here a
-replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled to machine code. Names of methods
-may follow the number; `adjusted`, for calls with penalties, biases and masks; and `once`:
-each kernel is compiled once then, as the first call that needs it takes it. What is in Triton's cache is not compiled
-again.
+interpreter, which accepts code that the compiler refuses; and code for one kind of GPU may not compile for another. Here
+a replacement of Triton's driver reports a GPU and launches nothing, so kernels are compiled to machine code. The number
+may be followed by names of methods; by `adjusted`, for calls with penalties, biases and masks; and by `once`, to compile
+only the first variant of each kernel. Kernels in Triton's cache are not compiled again.
 
-It fails where Triton takes a function for another. Triton 3.6 names a compiled function after the elements of its
-arguments, whichever of their tuples these are in: of two calls that differ in that alone, the second gets what was compiled
-for the first.
+It fails where Triton confuses two functions. Triton 3.6 names a compiled function after the flat sequence of its
+arguments' elements: of two calls that differ only in nesting, the second gets the code of the first.
 """
 
 import inspect
@@ -38,7 +36,7 @@ class Launcher:
 
 
 class Driver:
-    """Says which GPU there is, and takes what is compiled for it."""
+    """Reports a GPU, and accepts the kernels compiled for it."""
 
     launcher_cls = Launcher
 
@@ -57,10 +55,10 @@ class Driver:
         return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 99 << 10}  # the least that such GPUs have, those of 8.6, 8.9 and 12.0
+        return {"max_shared_mem": 99 << 10}  # the minimum of such GPUs, as of 8.6, 8.9 and 12.0
 
     def load_binary(self, name: str, *_: Any) -> tuple[int, int, int, int, int]:
-        """Note a kernel; return a module, a function, its registers, its spills and the threads that it may have."""
+        """Record a kernel; return a module, a function, its registers, its spills and its maximum number of threads."""
         self.compiled.append(name)
         return 0, 0, 0, 0, 1024
 
@@ -68,7 +66,7 @@ class Driver:
 
 
 def tell_calls_apart() -> None:
-    """Raise where one name is given to functions of arguments in other tuples."""
+    """Raise if functions whose arguments differ in nesting get one name."""
     call, name_of, local = code_generator.CodeGenerator.call_JitFunction, code_generator.mangle_fn, threading.local()
 
     def structure(argument: Any) -> str:
@@ -94,7 +92,7 @@ def tell_calls_apart() -> None:
 
 
 def compile_once() -> None:
-    """Let each kernel be compiled once: all its variants are the first one."""
+    """Compile only the first variant of each kernel."""
     compile_variant, lock, first = triton.compile, threading.Lock(), {}
 
     def compile_first(source: Any, options: dict[str, Any]) -> Any:
@@ -107,7 +105,7 @@ def compile_once() -> None:
 
 
 def all_adjustments() -> Adjustments:
-    """Return all that one request may add to logits."""
+    """Return adjustments of all kinds."""
     words, number = -(-VOCAB // 32), torch.ones(1)
     masks = torch.zeros(1, words, dtype=torch.int32), torch.zeros(1, DRAFTS + 1, words, dtype=torch.int32)
     counts, ids = torch.zeros(1, VOCAB, dtype=torch.int32), torch.zeros(1, DRAFTS, dtype=torch.int32)
@@ -115,7 +113,7 @@ def all_adjustments() -> Adjustments:
 
 
 def compile_adjusted(methods: list[str]) -> None:
-    """Compile what small calls of some methods with all adjustments take."""
+    """Compile the kernels of small calls of some methods with all adjustments."""
     target, draft = (torch.zeros(1, rows, VOCAB, dtype=torch.bfloat16) for rows in (DRAFTS + 1, DRAFTS))
     ids = torch.zeros(1, DRAFTS, dtype=torch.int64)
     for method in methods:
@@ -123,7 +121,7 @@ def compile_adjusted(methods: list[str]) -> None:
 
 
 def compile_all(methods: list[str], once: bool = False) -> None:
-    """Compile what calls of some methods take."""
+    """Compile the kernels of calls of some methods."""
     target, draft = (torch.zeros(1, rows, VOCAB, dtype=torch.bfloat16) for rows in (DRAFTS + 1, DRAFTS))
     ids = torch.zeros(1, DRAFTS, dtype=torch.int64)
     schedule = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=DRAFTS)

@@ -1,10 +1,10 @@
 """Run the kernels' variants once, small, for NVIDIA's checkers of memory and barriers.
 
-`compute-sanitizer --tool memcheck|initcheck|synccheck python -m tests.tools.sanitize` on a GPU. Nearly all of the time goes
-into compiling. `python -m tests.tools.sanitize 0/15` to `14/15` make a fifteenth of the calls each and may run at once: all
-of it, with memcheck, took seven minutes on 16 cores and one H100. Every combination of three options occurs in one
-of them. Results are not compared: the checker reports errors. Half of each batch is bad input: rows of NaN and
-infinities, ids outside the vocabulary, rows and slots that are none.
+`compute-sanitizer --tool memcheck|initcheck|synccheck python -m tests.tools.sanitize` on a GPU. Most of the time is
+compilation. `python -m tests.tools.sanitize 0/15` to `14/15` run a fifteenth of the calls each, and may run in parallel:
+all of them, with memcheck, took seven minutes on 16 cores and one H100. Every combination of three options occurs in a
+call. Results are not compared: the checker reports errors. Half of each batch is bad input: rows of NaN and infinities,
+ids outside the vocabulary, invalid rows and slots.
 """
 
 import itertools
@@ -21,8 +21,10 @@ from torch import Tensor
 
 from specdecode import AcceptanceSchedule, Adjustments, RejectionSampler, backends, sample
 from specdecode.kernels import plan as planning
+from specdecode.kernels import tree as kernels_of_trees
 from specdecode.kernels.call import plan_of
 from specdecode.kernels.launch import Plan
+from tests import test_tree_sampler
 from tests.benchmarks.realistic import realistic_rows
 from tests.support.adjusted import SOME, adjustments_for
 from tests.support.batches import verification_batch
@@ -35,7 +37,7 @@ NAN, INF = math.nan, math.inf
 TILES = 2
 
 CHOICES = {
-    # Aligned; odd; less than a block; and enough blocks for several programs a row, of which the last to finish decides.
+    # Aligned; odd; less than a block; and enough blocks for several programs a row, where the last to finish decides.
     "vocab": (2048, 1025, 7, 33_001),
     "method_and_drafts": (
         ("strict", "no rows"),
@@ -50,7 +52,7 @@ CHOICES = {
 
 
 def with_all_triples(choices: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """Return combinations of one choice of each kind, such that any three choices of three kinds are in one of them."""
+    """Return combinations of one choice of each kind that cover any three choices of three kinds."""
 
     def triples(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
         return set(itertools.combinations(enumerate(case), 3))
@@ -59,7 +61,7 @@ def with_all_triples(choices: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
     random.Random(0).shuffle(everything)
     seen: set[tuple[tuple[int, int], ...]] = set()
     taken = []
-    for least_new in range(math.comb(len(choices), 3), 0, -1):  # first those that hold many triples not seen before
+    for least_new in range(math.comb(len(choices), 3), 0, -1):  # first the combinations with many new triples
         for one in everything:
             if len(triples(one) - seen) >= least_new:
                 seen |= triples(one)
@@ -68,7 +70,7 @@ def with_all_triples(choices: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
 
 
 def with_hostile_half(batch: Case) -> Case:
-    """Put NaN, infinities and ids that are no tokens into the first half of the requests, on the host."""
+    """Put NaN, infinities and invalid ids into the first half of the requests, on the host."""
     target, draft, token_ids = batch.target_logits, batch.draft_logits, batch.draft_token_ids
     if len(target) < 3:
         return batch
@@ -83,11 +85,11 @@ def with_hostile_half(batch: Case) -> Case:
 
 RUN = Plan.run
 APART: dict[Plan, Plan] = {}
-"""For each plan one of the same launches, whose workspace is given with the tensors of a call."""
+"""For each plan, a plan of the same launches that takes its workspace as tensors of the call."""
 
 
 def run_in_parts(plan: Plan, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Run a plan with a workspace that is not one piece: so what is written beyond a part is seen."""
+    """Run a plan with separate memory for each part of the workspace, to detect writes beyond a part."""
     values = plan.values(tensors, numbers)
     parts = {
         name: torch.empty(eval(length, plan.functions, values), dtype=dtype, device=plan.device)
@@ -103,7 +105,7 @@ def run_in_parts(plan: Plan, tensors: dict[str, Tensor], numbers: dict[str, Any]
 
 
 def own_vocabulary(rows: Tensor, vocab: int) -> dict[str, Tensor]:
-    """The rows as if over fewer tokens; of these tokens' ids some are none, or there before."""
+    """Return the rows as if over fewer tokens, and the ids of these tokens, some of them invalid or repeated."""
     size, dtype = (vocab - vocab // 3, torch.int64) if vocab % 2 else (16, torch.int32)
     ids = torch.randperm(vocab)[:size].to(dtype)
     ids[1::5], ids[2::7], ids[3::11] = ids[0].clone(), vocab, torch.iinfo(dtype).min
@@ -111,7 +113,7 @@ def own_vocabulary(rows: Tensor, vocab: int) -> dict[str, Tensor]:
 
 
 def limits_of(kind: str) -> dict[str, Tensor | float]:
-    """What truncates rows, by its kind in `CHOICES`."""
+    """Return the truncation of a kind in `CHOICES`."""
     return {
         "none": {},
         "top_k and top_p": {"top_k": 3, "top_p": 0.9},
@@ -138,25 +140,32 @@ def packed(call: dict[str, Any], batch: Case, layout: str) -> dict[str, Any]:
     return result
 
 
+def packed_trees(given: Any, adjustments: Adjustments | None) -> dict[str, Any]:
+    """Return the arguments of packed trees, one with rows and one with a slot that are none."""
+    result = test_tree_sampler.packed(given, adjustments)
+    result["row_starts"][1], result["slots"][3] = 2**40, -1
+    return result
+
+
 class Calls:
-    """Make calls on a device, or every `parts`-th of them from the `part`-th on, and count them."""
+    """Runs calls on a device, or every `parts`-th call from the `part`-th on, and counts them."""
 
     def __init__(self, device: str, part: int = 0, parts: int = 1) -> None:
         self.device, self.part, self.parts = device, part, parts
         self.count = 0
 
     def is_due(self) -> bool:
-        """Count a call; return whether it is one of those to make."""
+        """Count a call; return whether it has to run."""
         self.count += 1
         return self.count % self.parts == self.part
 
     def on(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Each tensor on the device, in memory of its own."""
+        """Return each tensor on the device, in separate memory."""
         is_tensor = {name: isinstance(each, Tensor) for name, each in tensors.items()}
         return {name: each.to(self.device).clone() if is_tensor[name] else each for name, each in tensors.items()}
 
     def verify(self, method: str, call: dict[str, Any], **way: bool) -> None:
-        """Verify a batch on the device, by the kernels' own entry."""
+        """Verify a batch on the device, with the kernels' own function."""
         if not self.is_due():
             return
         checked = verification_batch(**{**OPTIONAL, **self.on(call)})
@@ -164,7 +173,7 @@ class Calls:
         backends.choose("triton", checked.target_logits).verify(method, checked, schedule, **way)
 
     def all_choices(self) -> None:
-        """Calls with every three choices that can be made together, and draws from their rows."""
+        """Run calls that cover every three compatible choices, and draws from their rows."""
         for vocab, (method, drafts), way, temperature, limits, logprobs, layout in with_all_triples(
             [*CHOICES.values()]
         ):
@@ -182,7 +191,7 @@ class Calls:
             self.verify(method, call if layout == "padded" else packed(call, batch, layout), **way)
 
     def adjusted(self) -> None:
-        """Calls with penalties, biases and masks, in each layout, large and small; and draws."""
+        """Run calls with penalties, biases and masks, in each layout, large and small; and draws."""
         for vocab, kind, layout in itertools.product((1040, 1025), SOME, ("padded", "packed", "packed hostile")):
             batch = with_hostile_half(case(BATCH, DRAFTS, vocab, torch.bfloat16, seed=vocab))
             adjustments = adjustments_for(batch, kind)
@@ -198,7 +207,7 @@ class Calls:
                 self.verify(method, call | {"adjustments": Adjustments(*moved)}, large=large)
 
     def reported(self) -> None:
-        """Calls that list likeliest tokens and kept sets, of log-probabilities of both kinds."""
+        """Run calls that list likeliest tokens and kept sets, with both kinds of log-probabilities."""
         choices = itertools.product(("strict", "probabilistic", "block"), ("none", "top_p each"), ("processed", "raw"))
         for (method, limits, logprobs), vocab in itertools.product(choices, (2048, 1025)):
             batch = with_hostile_half(case(BATCH, DRAFTS, vocab, torch.bfloat16, seed=vocab))
@@ -209,7 +218,7 @@ class Calls:
                 self.verify(method, call | asked, large=large)
 
     def draws(self) -> None:
-        """Draws from rows, truncated or not."""
+        """Run draws from rows, truncated or not."""
         for vocab, limits in itertools.product(CHOICES["vocab"], CHOICES["limits"]):
             batch = with_hostile_half(case(BATCH, DRAFTS, vocab, torch.bfloat16, seed=vocab))
             logits = batch.target_logits[:, 0].contiguous()
@@ -222,7 +231,7 @@ class Calls:
                 sample(**call)
 
     def other_shapes(self) -> None:
-        """No drafts, drafts like the target, other dtypes, greedy alone, rows that are not dense, large vocabularies."""
+        """Run no drafts, drafts like the target, other dtypes, only greedy, strided rows, large vocabularies."""
         others = {
             dtype: case(BATCH, DRAFTS, 1040, dtype, seed=1) for dtype in (torch.float16, torch.float32, torch.float64)
         }
@@ -241,7 +250,7 @@ class Calls:
             for batch in others.values():
                 self.verify("strict", arguments(with_hostile_half(batch)), large=large)
                 self.verify("probabilistic", arguments(with_hostile_half(batch)), large=large)
-            # A residual of nothing, of which every block is looked at.
+            # An empty residual, for which every block is searched.
             self.verify("synthetic", arguments(alike), large=large)
             for method in ("strict", "probabilistic", "synthetic", "block"):
                 self.verify(method, arguments(columns), large=large)
@@ -252,7 +261,7 @@ class Calls:
                 self.verify(method, arguments(wide) | {"top_p": 0.9}, large=large)
 
     def realistic(self) -> None:
-        """Truncated rows with the structure of a model's: cutoffs among equal logits; few tokens kept, and many."""
+        """Run truncated realistic rows: cutoffs among equal logits; few and many kept tokens."""
         kept = {"top_k": 20, "top_p": 0.95}, {"top_k": 50}, {"top_k": 600}, {"top_p": 0.95}, {"min_p": 0.05}
         for vocab, dtype in itertools.product((49_152, 70_001), (torch.bfloat16, torch.float16, torch.float32)):
             target = realistic_rows(2, DRAFTS + 1, vocab=vocab, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -262,8 +271,27 @@ class Calls:
             for limits, large in itertools.product(kept, (False, True)):
                 self.verify("probabilistic", call | limits, large=large)
 
+    def trees(self) -> None:
+        """Trees with padding, cycles and ids out of range, in rounds and all rows at once; and siblings."""
+        ways, limits = (0, 10**12), ({}, {"top_p": 0.9}, {"top_k": 3, "min_p": 0.01})
+        choices = itertools.product((1040, 1025), ways, (test_tree_sampler.call, packed_trees), ("none", "all", "mask"))
+        for vocab, most, layout, kind in choices:
+            given = test_tree_sampler.trees(vocab, torch.bfloat16, seed=vocab)
+            given.target_logits[0, 0], given.target_logits[1, :, ::2], given.target_logits[2, 0, 5] = NAN, -INF, INF
+            adjustments = test_tree_sampler.adjustments_of(given, kind)
+            kernels_of_trees.LOGITS_A_ROUND = dict.fromkeys(kernels_of_trees.LOGITS_A_ROUND, most)
+            for truncation in limits:
+                if self.is_due():
+                    call = self.on(layout(given, adjustments))
+                    RejectionSampler("strict", backend="triton").tree(**call, **truncation)
+        for vocab, width, truncation in itertools.product(CHOICES["vocab"], (1, 2, 5, 8), limits):
+            batch = with_hostile_half(case(BATCH, DRAFTS, vocab, torch.bfloat16, seed=vocab))
+            if self.is_due():
+                call = self.on({"logits": batch.target_logits[:, 0].contiguous(), "temperature": batch.temperature})
+                RejectionSampler("strict", backend="triton").draft(**call, seeds=0, width=width, **truncation)
+
     def many_requests(self) -> None:
-        """Requests with many residuals for block verification to sum."""
+        """Run requests with many residuals for block verification to sum."""
         for vocab, large in itertools.product((32_768, 33_001), (False, True)):
             batch = with_hostile_half(case(128, DRAFTS, vocab, torch.bfloat16, greedy=0, seed=vocab))
             self.verify("block", arguments(batch), large=large)
@@ -275,12 +303,12 @@ NAMES = "target_logits", "draft_token_ids", "draft_logits", "temperature", "seed
 
 
 def arguments(batch: Case) -> dict[str, Any]:
-    """The arguments of a call."""
+    """Return the arguments of a call."""
     return {name: getattr(batch, name) for name in NAMES}
 
 
 def main(device: str, part: int = 0, parts: int = 1) -> int:
-    """Make all calls, or a part of them; return their number."""
+    """Run all calls, or a part of them; return their number."""
     calls = Calls(device, part, parts)
     calls.all_choices()
     calls.adjusted()
@@ -288,6 +316,7 @@ def main(device: str, part: int = 0, parts: int = 1) -> int:
     calls.draws()
     calls.other_shapes()
     calls.realistic()
+    calls.trees()
     calls.many_requests()
     planning.SUM_PROGRAMS = 1  # as if there were many requests
     plan_of.cache_clear()
@@ -298,10 +327,10 @@ def main(device: str, part: int = 0, parts: int = 1) -> int:
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA device")
-    # Each tensor in memory of its own: in a pool, what lies beyond its end is mapped, and has been written before.
+    # Each tensor in separate memory: in a pool, memory beyond its end is mapped and initialised.
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     Plan.run = run_in_parts
-    # Programs that go round several times, and the last of a row beyond its end, as in batches too large to check.
+    # Programs with several tiles, the last beyond a row's end, as in batches too large to check.
     planning.reading_tiles = lambda *sizes: TILES
     part, parts = map(int, sys.argv[1].split("/")) if len(sys.argv) > 1 else (0, 1)
     count = main("cuda", part, parts)

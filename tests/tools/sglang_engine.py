@@ -2,14 +2,14 @@
 
 It makes random models, unless `--target DIR --draft-model DIR` names others. One more comparison is
 
-- `time`: tokens a second of both, measured as `tests.benchmarks.serving` does: a few steps with one, as many with the other,
-  in one run; the time that `eagle_sample` takes the host and the device.
+- `time`: tokens per second of both, measured as in `tests.benchmarks.serving`: a few steps with one, the same number with
+  the other, in one run; and the time of `eagle_sample` on the host and the device.
 
 A step that this package left to SGLang is an error.
 
-SGLang's scheduler is a process of its own. It loads this file as a plug-in, by an entry point that `write_plugin` makes. A
-small file, `Control`, says who verifies. The variable `SPECDECODE_CHECK_SGLANG` names that file; without it nothing is
-changed.
+SGLang's scheduler is a separate process. It loads this file as a plug-in, by an entry point that `write_plugin` makes. A
+small file, `Control`, selects the verification. The variable `SPECDECODE_CHECK_SGLANG` names that file; without it
+nothing is changed.
 """
 
 import argparse
@@ -42,21 +42,21 @@ VARIABLE = "SPECDECODE_CHECK_SGLANG"
 _, SGLANG, IN_TURN = MODES = OURS, "sglang", "in turn"
 FIELDS = "mode", "held", "asked"
 HOLD, PATIENCE = 15, 120
-"""Seconds for which a prefill waits at most, and that the engine may take for one call."""
+"""The most seconds that a prefill waits, and that the engine may take for one call."""
 DRAFTS = {"standalone": "STANDALONE", "eagle": "EAGLE"}
 MOST_TOKENS, PORT = 640, 31_000
-"""Tokens that each request may have on average, and where the engine listens."""
+"""The average tokens of each request, and the port of the engine."""
 GRAPHS = 1, 2, 4, 8, 16, 32, 64, 128, 192, 256
-"""Requests of the batches that have a CUDA graph."""
+"""The batch sizes with CUDA graphs."""
 SIZES = 151_936, 1024, 8
 """Tokens, width and layers of the random target."""
 CASES = dict(list(SAMPLING.items())[:3])
 ROUNDS, LONG = 3, 512
-"""Of what is timed: how often the requests are served, and how many tokens each emits."""
+"""For timing: the number of times that requests are served, and the tokens of each."""
 
 
 def write_plugin(folder: Path) -> None:
-    """Write the entry point by which SGLang finds this file, if the folder is on the path: nothing has to be installed."""
+    """Write the entry point by which SGLang finds this file if the folder is on the path, without installation."""
     info = folder / "check_sglang-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: check-sglang\nVersion: 0\n")
@@ -66,11 +66,11 @@ def write_plugin(folder: Path) -> None:
 class Control:
     """A file in memory through which processes share a few integers.
 
-    | field | what it says |
+    | field | meaning |
     |---|---|
-    | `mode` | which of `MODES` verifies |
-    | `held` | no prefill starts before so many requests wait: the same batches in every run; 0 when it has started |
-    | `asked` | how many reports the scheduler was asked for: it writes the latest beside the file |
+    | `mode` | the index in `MODES` of the verification |
+    | `held` | requests that a prefill waits for, so that batches are the same in every run; 0 after its start |
+    | `asked` | the number of requested reports; the scheduler writes the latest beside the file |
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,7 +94,7 @@ class Control:
 
 
 class Switch:
-    """Verifies by one of the two, as the control file says, and times steps that are verified in turn."""
+    """Verifies by the method in the control file, and times steps that are verified in turn."""
 
     def __init__(self, control: Control) -> None:
         self.control = control
@@ -106,8 +106,8 @@ class Switch:
         """Verify a step.
 
         Args:
-            hook: this package's, which counts what it leaves to SGLang.
-            ours: its call.
+            hook: this package's hook, which counts the steps left to SGLang.
+            ours: the hook's call.
             original: SGLang's function.
             *args: the drafts, the batch, the logits and the rest, of SGLang's function.
             **options: keyword arguments of SGLang's function.
@@ -123,7 +123,7 @@ class Switch:
         return ours(hook, original, *args, **options) if mode == OURS else original(*args, **options)
 
     def timed(self, hook: Any, ours: Any, original: Any, *args: Any, **options: Any) -> Any:
-        """Verify a step by whose turn it is, and note how long that takes the host and the device."""
+        """Verify a step by the verification whose turn it is, and record the time on the host and on the device."""
         import torch
 
         stretch, mode = turn(len(self.steps))
@@ -157,7 +157,7 @@ class Switch:
 
 
 def turn(step: int) -> tuple[int, str]:
-    """Return the stretch of a step, and who verifies it.
+    """Return the stretch of a step, and its verification.
 
     >>> [turn(step)[1] for step in (0, 5, 6, 17, 18, 24, 30)]
     ['ours', 'ours', 'sglang', 'sglang', 'ours', 'ours', 'sglang']
@@ -167,7 +167,7 @@ def turn(step: int) -> tuple[int, str]:
 
 
 def counted(steps: list[dict[str, Any]], requests: int) -> list[dict[str, Any]]:
-    """Return the steps of a report that count: of all requests and before another such, but the first of each stretch.
+    """Return the steps of a report that count: steps of all requests, followed by another, except the first of each stretch.
 
     `step_us` is the time from the beginning of one verification to the beginning of the next.
     """
@@ -180,7 +180,7 @@ def counted(steps: list[dict[str, Any]], requests: int) -> list[dict[str, Any]]:
 
 
 class Hold:
-    """Lets no prefill start before as many requests wait as the control file says."""
+    """Delays each prefill until the number of requests in the control file wait."""
 
     def __init__(self, control: Control) -> None:
         self.control, self.began = control, 0.0
@@ -207,7 +207,7 @@ class Hold:
 
 
 def register() -> None:
-    """Put the switch around this package's hook, and the hold around SGLang's scheduler: the entry point."""
+    """Wrap this package's hook in the switch, and SGLang's scheduler in the hold: the entry point."""
     path = os.environ.get(VARIABLE)
     if not path:
         return
@@ -230,7 +230,7 @@ def register() -> None:
 
 
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `sgl.Engine`, but the models."""
+    """Return the arguments of `sgl.Engine`, except the models."""
     running = max(RUNNING, *options.requests)
     topk, nodes = options.tree or (1, options.num_draft_tokens + 1)
     return {
@@ -264,7 +264,7 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class SwitchedEngine:
-    """An engine of SGLang, and what tells its scheduler which verification to use."""
+    """An engine of SGLang, and the control file of its scheduler."""
 
     name, tokens = SGLANG, 96
 
@@ -298,17 +298,17 @@ class SwitchedEngine:
         return dict(list(CASES.items())[1:])
 
     def gaps(self, prompts: Texts, texts: Texts, others: Texts) -> list[Any]:
-        """Return the index at which each pair of different texts parts."""
+        """Return the first different index of each pair of different texts."""
         return [parts_at(text, other) for text, other in zip(texts, others) if text != other]
 
     def errors(self) -> list[str]:
-        """Return the steps that were left to SGLang, and the verification that no step had."""
+        """Return errors for steps left to SGLang, and for a verification without steps."""
         report = self.report()
         errors = [f"{count} steps left to SGLang: {reason}" for reason, count in report["fallbacks"].items()]
         return errors + [f"{mode}: no step verified" for mode in (OURS, SGLANG) if not report["verified"].get(mode)]
 
     def report(self) -> dict[str, Any]:
-        """Return the figures since the last report; the scheduler looks for the question when it verifies."""
+        """Return the results since the last report, which the scheduler writes at its next verification."""
         self.control["asked"] += 1
         path = self.control.report(self.control["asked"])
         self.serve(OURS, [[5] * 8], {"temperature": 0.0}, 6)
@@ -331,7 +331,7 @@ class SwitchedEngine:
         os._exit(1)
 
     def close(self, status: int) -> None:
-        """End SGLang's processes; this one too, with the status, if its threads or they do not end."""
+        """End SGLang's processes; if they or threads of this process do not end, end this process with the status."""
         timer = threading.Timer(20, os._exit, [status])
         timer.daemon = True
         timer.start()
@@ -345,7 +345,7 @@ def acceptance_length(results: list[Any]) -> float:
 
 
 def timed(engine: SwitchedEngine) -> Results:
-    """Measure both in turn: medians of each, and the ratio of tokens a second with its interval."""
+    """Measure both in turn: medians of each, and the ratio of tokens per second with its interval."""
     for requests in engine.requests:
         for name, sampling in CASES.items():
             prompts, steps = prompts_of(requests), list[dict[str, Any]]()
@@ -365,7 +365,7 @@ COMPARISONS = {"time": timed}
 
 
 def models(folder: Path, draft: str) -> tuple[Path, Path]:
-    """Write a random target, and a draft that agrees with it in part."""
+    """Write a random target, and a draft that partly agrees with it."""
     target, standalone = random_models(folder, *SIZES)
     return target, standalone if draft == "standalone" else eagle_head(standalone, folder / "eagle")
 
@@ -407,7 +407,7 @@ def eagle_head(draft: Path, folder: Path) -> Path:
 
 
 def default_comparisons() -> list[str]:
-    """Return the comparisons of a run that names none."""
+    """Return the default comparisons."""
     return ["greedy", "tokens"]
 
 
@@ -425,7 +425,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def start(options: argparse.Namespace) -> SwitchedEngine:
-    """Start an engine, whose processes find the plug-in."""
+    """Start an engine whose processes find the plug-in."""
     if options.drawn and options.draft == "standalone":
         raise SystemExit("--drawn: expected --draft eagle, SGLang draws no others")
     if options.drawn and options.tree:

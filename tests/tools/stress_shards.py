@@ -4,7 +4,7 @@
 
 All ranks make the same calls as the tests: of every method and option, padded and packed, with NaN and infinities,
 with shards of any lengths, in any order of the ranks, some of them empty. Half of the padded calls are captured in a CUDA
-graph and replayed with other inputs. A bit that differs ends the program. Without GPUs, or with `--cpu`, ranks are processes
+graph and replayed with other inputs. A different bit ends the program. Without GPUs, or with `--cpu`, ranks are processes
 of a gloo group. `--backend eager` makes many calls at once; the kernels of each kind of call are compiled first.
 """
 
@@ -24,7 +24,7 @@ VOCABULARIES = (900, 2051, 9008, 151_936)
 
 
 def shard_of(vocab: int, variant: int) -> tuple[VocabShard, int, int]:
-    """Return one of the ways to divide a vocabulary, and where this rank's shard starts and ends."""
+    """Return one of the divisions of a vocabulary, with the start and end of this rank's shard."""
     chance, ranks = random.Random(vocab + variant), distributed.get_world_size()
     cuts = sorted(chance.choices(range(vocab + 1), k=ranks - 1))
     parts = list(zip([0, *cuts], [*cuts, vocab]))
@@ -34,7 +34,7 @@ def shard_of(vocab: int, variant: int) -> tuple[VocabShard, int, int]:
 
 
 def replayed(sampler: RejectionSampler, call: dict[str, Any], fill: dict[str, Any]) -> Any:
-    """Return the output of a captured call that is replayed with the values of another one in its tensors."""
+    """Return the output of a captured call, replayed with the values of another call in its tensors."""
     sampler(**call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

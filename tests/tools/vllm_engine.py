@@ -1,26 +1,26 @@
 """vLLM's engine with both verifications, for `check_engine`.
 
-More comparisons, each beside the engine's own, run again:
+More comparisons, each together with a second run of the engine's own verification:
 
 - `adjusted`: greedy requests with penalties, biases, lists of allowed tokens, minimum lengths and bad words, by kind;
-  *changed* says how many texts differ from plain greedy requests'. In one batch of penalties and biases, one of the
-  others, and one in which few requests are like these.
+  *changed* is the number of texts that differ from plain greedy ones. One batch has penalties and biases, one has the
+  others, and in one only few requests have any.
 - `mixed`: the greedy requests, plain and adjusted, in a batch with sampled, truncated and seeded ones, requests with
   log-probabilities and with all of the above, and prompts of many lengths. Some requests end early.
-- `lists`: of rows with the same tokens before them, whether kept sets are equal and how far log-probabilities differ. The
-  engine's options have to be `"logprobs_mode": "processed_logprobs"` and `"return_sampling_mask": true`.
-- `grammar`: greedy requests with a regular expression, a choice or a JSON schema; how many texts that ended are valid; and
-  a p-value that the second token of sampled ones, which is verified, has the distribution of a first one, which is not. It
-  needs a tokenizer in the model's folder, which `--write-tokenizer` writes, and then does nothing else.
-- `thinking`: greedy requests that think, with a budget of tokens for it or without one; of sampled ones, how many end their
-  thoughts where the budget does. It needs the same tokenizer.
-- `seeded`: a hash of seeded texts of `SPECDECODE_VLLM=strict`, of a whole batch and of its first eight requests alone: it
-  has to be the same for every drafter, number of drafts and mode of the engine, as far as the model's logits are.
+- `lists`: for rows after the same tokens, whether kept sets are equal, and the differences of log-probabilities. The
+  engine's options must be `"logprobs_mode": "processed_logprobs"` and `"return_sampling_mask": true`.
+- `grammar`: greedy requests with a regular expression, a choice or a JSON schema; the number of valid complete texts; and
+  a p-value for equal distributions of the second token of sampled requests, which is verified, and a first token, which
+  is not. It needs a tokenizer in the model's folder, which `--write-tokenizer` writes before it exits.
+- `thinking`: greedy requests that think, with and without a token budget; and the number of sampled requests whose
+  thoughts end at the budget. It needs the same tokenizer.
+- `seeded`: a hash of seeded texts of `SPECDECODE_VLLM=strict`, of a whole batch and of only its first eight requests. It
+  must be the same for every drafter, number of drafts and mode of the engine, if the model's logits are.
 
-Counts are the steps that were verified, the steps left to vLLM (with several GPUs of each rank), the mean
-number of drafts of a request in a step, and how often a request was preempted (`"num_gpu_blocks_override"` makes too little
-room for all). *Gaps* also has how far apart the logits of the two tokens are. With `--price` vLLM's adaptive verification is
-told that rows are expensive, so that it leaves drafts out.
+Counts are the verified steps, the steps left to vLLM (for each rank with several GPUs), the mean number of drafts of a
+request in a step, and the number of preemptions (`"num_gpu_blocks_override"` limits memory to cause them). *Gaps* also
+has the difference of the logits of the two tokens. With `--price` vLLM's adaptive verification assumes that rows are
+expensive, so that it omits drafts.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Pricing(Measuring):
     """Mixed into vLLM's worker."""
 
     def price_rows(self) -> None:
-        """Let adaptive verification believe that a row costs a third of drafting: it leaves unlikely drafts out."""
+        """Make adaptive verification assume that a row costs a third of drafting, so that it omits unlikely drafts."""
         import numpy as np
 
         manager = self.model_runner.adaptive_verification  # type: ignore[attr-defined]
@@ -98,9 +98,10 @@ class SwitchedEngine:
         return adjusting | dict(list(SAMPLING.items())[1:])
 
     def gaps(self, prompts: Texts, texts: Texts, others: Texts) -> list[Any]:
-        """Return for each pair of different texts the index at which they part, and the difference of the two logits.
+        """Return for each pair of different texts the first different index, and the difference of the two logits.
 
-        Not more than rounding, if both verifications are right: a logit of 16 to 32 is rounded to eighths in bfloat16.
+        If both verifications are right, the difference is only rounding: a logit of 16 to 32 is rounded to eighths in
+        bfloat16.
         """
         found = []
         for prompt, text, other in zip(prompts, texts, others):
@@ -112,20 +113,20 @@ class SwitchedEngine:
         return found
 
     def errors(self) -> list[str]:
-        """Return no errors: steps that are left to vLLM are among the counts."""
+        """Return no errors: steps left to vLLM are part of the counts."""
         return []
 
     def close(self, status: int) -> None:
-        """Leave the engine to vLLM, which ends it with this process."""
+        """Do nothing: vLLM ends its engine with this process."""
 
 
 def params_of(**options: Any) -> Any:
-    """Return vLLM's parameters of a request that ends at its number of tokens."""
+    """Return vLLM's parameters of a request with a fixed number of tokens."""
     from vllm import SamplingParams
 
     bad_words = options.pop("bad_words_token_ids", None)
     params = SamplingParams(**{"ignore_eos": True, "detokenize": False} | options)
-    params._bad_words_token_ids = bad_words  # there is no tokenizer to make them from words
+    params._bad_words_token_ids = bad_words  # without a tokenizer, words cannot be converted
     return params
 
 
@@ -170,7 +171,7 @@ def lists(engine: SwitchedEngine) -> Results:
 
 
 def by_prefix(outputs: list[Any]) -> dict[tuple[int, ...], tuple[dict[int, float], set[int]]]:
-    """Return log-probabilities and kept set of each row that was verified, by the tokens before it: one row for each."""
+    """Return the log-probabilities and kept set of each verified row, by the tokens before it; one row for each prefix."""
     found = {}
     for output in outputs:
         for i in (1, 2):
@@ -266,7 +267,7 @@ COMPARISONS = {each.__name__: each for each in (adjusted, mixed, lists, grammar,
 
 
 def default_comparisons() -> list[str]:
-    """Return the comparisons of a run that names none."""
+    """Return the default comparisons."""
     return ["seeded"] if os.environ.get("SPECDECODE_VLLM") == "strict" else ["greedy", "adjusted", "mixed", "tokens"]
 
 

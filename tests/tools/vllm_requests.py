@@ -32,7 +32,7 @@ def common_tokens(texts: Texts) -> list[int]:
 
 
 def penalties_and_biases(text: list[int], common: list[int]) -> dict[str, dict[str, Any]]:
-    """Return kinds of requests, given what a plain greedy one emits, and what many of them do."""
+    """Return kinds of requests, given the text of a plain greedy request, and the tokens that are common in many texts."""
     bias = {common[7]: 3.0, text[1]: -6.0, text[4]: -100.0}
     return {
         "repetition": {"repetition_penalty": 1.3},
@@ -82,7 +82,7 @@ def mixed_samplings(plain: Texts) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def is_valid(text: str, grammar: dict[str, Any]) -> bool:
-    """Return whether a grammar has a text."""
+    """Return whether a text is in a grammar."""
     if "regex" in grammar:
         return re.fullmatch(grammar["regex"], text) is not None
     if "choice" in grammar:

@@ -1,4 +1,4 @@
-"""What is known of a mistake, and a part that several have."""
+"""The record of a known mistake, and a part that several mistakes share."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ class Mistake(NamedTuple):
     remedy: str
     verifier: Verifier
     drafter: Drafter | None = None
-    """Where the mistake is in the drafts, or needs them."""
+    """The drafter, if the mistake is in the drafts or needs them."""
 
     signature: frozenset[str] = frozenset()
     """The checks that fail, where that and not the distribution tells it."""

@@ -19,7 +19,7 @@ from specdecode.integrations.transformers.stops import Stops
 
 @dataclass
 class Loop:
-    """What stays the same from step to step."""
+    """The state that stays the same from step to step."""
 
     target: CachedModel
     drafter: Drafter

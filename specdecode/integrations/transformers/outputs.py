@@ -1,4 +1,4 @@
-"""What `generate` returns, and the report of each step."""
+"""The output of `generate`, and the `Step` that it passes to `on_step`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdecode import AcceptanceStats
 
 
 class TokenKind(IntEnum):
-    """Where a generated token comes from."""
+    """The origin of a generated token."""
 
     PLAIN = 0
     """Sampled from the target where nothing was drafted."""
@@ -25,7 +25,7 @@ class TokenKind(IntEnum):
 
 
 class Step(NamedTuple):
-    """What one step emitted for one request: the argument of `on_step`."""
+    """The tokens that one step emitted for one request: the argument of `on_step`."""
 
     request: int
     """Row of `sequences`: the row of `input_ids`, times `num_return_sequences`, plus the number of the continuation."""
@@ -37,7 +37,7 @@ class Step(NamedTuple):
     """The kind of each new token."""
 
     draft_token_ids: list[int]
-    """All drafts, accepted or rejected; those of a tree level by level."""
+    """All drafts, accepted or rejected; drafts of a tree level by level."""
 
 
 @dataclass(frozen=True)

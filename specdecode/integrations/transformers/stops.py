@@ -1,4 +1,4 @@
-"""What ends a text before its last token: stop tokens, and stop strings by transformers' own criterion."""
+"""Early ends of texts: stop tokens, and stop strings by transformers' own criterion."""
 
 from __future__ import annotations
 

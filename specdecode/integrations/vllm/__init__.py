@@ -2,10 +2,10 @@
 
 | module | content |
 |---|---|
-| `plugin` | classes are replaced, a refusal is lifted, in each process |
+| `plugin` | replaces classes and lifts a restriction, in each process |
 | `compat` | the known names of vLLM, checks for others |
 | `verification` | a step with drafts |
-| `sampling` | what requests need, how they sample; the tokens of steps without drafts |
+| `sampling` | needs and sampling parameters of requests; the tokens of steps without drafts |
 | `steps` | a step as one bundle, and parts of it |
 | `listing` | processed log-probabilities and sampling masks of rows |
 | `adjusting` | penalties, biases and masks, from vLLM's own state by slot |

@@ -1,8 +1,8 @@
 """Penalties, biases and masks of requests, which the sampler applies from vLLM's own state by slot.
 
-vLLM keeps them in logits processors, and applies these to a float32 copy of a step's logits. Here all of it is
-`specdecode.Adjustments`, and nothing is copied: penalties, biases, and a mask of each row's tokens, for lists of allowed
-tokens, minimum lengths, bad words, thinking budgets and grammars. Other processors need vLLM's copy.
+vLLM keeps them in logits processors, and applies these to a float32 copy of a step's logits. Here they become
+`specdecode.Adjustments`, without a copy: penalties, biases, and one mask for each row, for lists of allowed tokens,
+minimum lengths, bad words, thinking budgets and grammars. Other processors need vLLM's copy.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from specdecode import Adjustments
 from specdecode.adjustments import WORD
 from specdecode.integrations.vllm.compat import unknown_attributes
 from specdecode.integrations.vllm.grammars import StepGrammar
-from specdecode.integrations.vllm.steps import Step
+from specdecode.integrations.vllm.steps import StepInputs
 
 
 class Known:
@@ -25,7 +25,7 @@ class Known:
         penalties: its `PenaltiesState`.
         bias: its `LogitBiasState`.
         bad_words: its `BadWordsState`.
-        thinking: its `ThinkingBudgetState`, which vLLM does not count among its processors.
+        thinking: its `ThinkingBudgetState`, which is not in vLLM's list of processors.
         vocab_size: number of tokens.
     """
 
@@ -41,7 +41,7 @@ class Known:
 
         Returns:
             Whether it has penalties or biases; whether its tokens are limited; whether it may keep stop tokens before its
-            minimum length, if a grammar allows no other.
+            minimum length, if a grammar allows no other token.
         """
         self.added = self.limits = None
         bias = self.bias
@@ -63,8 +63,8 @@ class Known:
     def adjustments(self, allowed_mask: Tensor | None) -> Adjustments:
         """Return all penalties and biases by slot, with a mask if there is one.
 
-        vLLM keeps small values in the host's memory: they are copied to the device, again only after a request has come.
-        All are passed if any request of a step needs one: each selection would need kernels of its own.
+        vLLM keeps small values in host memory: they are copied to the device, and copied again only after a new request.
+        All are passed if any request of a step needs one, because each combination would need its own kernels.
         """
         if self.added is None:
             names = "repetition_penalty", "frequency_penalty", "presence_penalty"
@@ -72,23 +72,23 @@ class Known:
             most = max(1, int(self.bias.num_logit_bias.np.max()))
             ids, bias = self.bias.logit_bias_token_ids.gpu[:, :most], self.bias.logit_bias.gpu[:, :most]
             is_there = torch.arange(most, device=ids.device) < self.bias.num_logit_bias.gpu[:, None]
-            ids = ids.masked_fill(~is_there, -1)  # the rest is left over from earlier requests of the slot
+            ids = ids.masked_fill(~is_there, -1)  # the rest remains from earlier requests of the slot
             seen = self.penalties.prompt_bin_mask, self.penalties.output_bin_counts
             self.added = Adjustments._make([*penalties, *seen, ids, bias.clone(), None])
         return self.added._replace(allowed_mask=allowed_mask)
 
     def masks_of(self, num_rows: int, device: torch.device) -> Tensor:
-        """Return memory for masks, [num_rows, words]; the next step uses it again, in the same stream."""
+        """Return memory for masks, [num_rows, words]; the next step reuses it, in the same stream."""
         if self.mask_memory is None or len(self.mask_memory) < num_rows:
             self.mask_memory = torch.empty(num_rows, -(-self.vocab_size // WORD), dtype=torch.int32, device=device)
         return self.mask_memory[:num_rows]
 
-    def limited_tokens(self, step: Step, grammar: StepGrammar | None = None) -> Tensor:
+    def limited_tokens(self, step: StepInputs, grammar: StepGrammar | None = None) -> Tensor:
         """Return the masks of a step's rows, [num_rows, words]."""
         masking: Any = importlib.import_module("specdecode.integrations.vllm.masking")  # which needs Triton
         if self.limits is None:
             self.limits = self.limits_by_slot(masking)
-        # Without rows vLLM only notes where requests last began and ended to think.
+        # Without rows vLLM only updates where requests last began and ended to think.
         self.thinking.apply(step.pos.new_empty((0, self.vocab_size), dtype=torch.float32), step)
         words = self.masks_of(len(step.pos), step.pos.device)
         masking.mask_rows(words, step, *self.limits, grammar, self.vocab_size)
@@ -114,7 +114,7 @@ class Known:
 
 
 def known_processors(sampler: Any) -> Known | None:
-    """Return the known processors of a sampler, or None if one of them differs from the versions that were run."""
+    """Return the known processors of a sampler, or None if one of them differs from the tested versions."""
     processors = getattr(sampler, "logits_processors", ())
     states: list[Any] = [getattr(sampler, "penalties_state", None)]
     for kind in ("LogitBiasState", "BadWordsState"):

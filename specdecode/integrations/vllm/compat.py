@@ -1,7 +1,7 @@
 """The names of vLLM that are known here, and checks for others.
 
-A later version may apply a new rule in a method that is replaced here, and the rule must not be dropped. So the names that
-vLLM's own methods consult are compared with the names in tested versions. One unknown name leaves all steps to vLLM.
+A later version may apply a new rule in a method that is replaced here, and the rule must not be lost. So the names that
+vLLM's methods use are compared with the names in tested versions. If one name is unknown, all steps are left to vLLM.
 """
 
 import functools
@@ -18,10 +18,10 @@ RUNNER = "vllm.v1.worker.gpu.model_runner"
 PARALLEL = "vllm.distributed.parallel_state"
 
 INTERVAL = "SPECDECODE_VLLM_LOG_INTERVAL"
-logger = logging.getLogger("vllm.specdecode")  # below vLLM's logger, so that its handlers and level hold
+logger = logging.getLogger("vllm.specdecode")  # below vLLM's logger, so that its handlers and level apply
 
 RUN_WITH = "0.33."
-"""The prefix of the versions that this package was run with."""
+"""The prefix of the tested versions."""
 
 CONSULTED = {
     "_verify": {
@@ -54,7 +54,7 @@ CONSULTED = {
     },
     "_validate_spec_decode": {"VLLMValidationError", "_SAMPLING_EPS", "logit_bias", "min_p"},
 }
-"""The names that vLLM's methods consult; `add_request` is the method of sampling states."""
+"""The names that vLLM's methods use; `add_request` is the method of sampling states."""
 
 ARGUMENTS = {
     *("target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping", "expanded_idx_mapping"),
@@ -96,16 +96,17 @@ ATTRIBUTES = {
         *("reasoning_start_token_ids", "natural_reasoning_end_token_ids", "reasoning_end_token_ids"),
     },
 }
-"""The attributes of vLLM's objects, by class, with those that `DraftVerification` and `TokenSampling` add."""
+"""The attributes of vLLM's objects, by class, including the attributes that `DraftVerification` and `TokenSampling`
+add."""
 
 
 def group_of(sampler: Any) -> Any:
-    """Return vLLM's group of the ranks that verify the same requests, or None if there is none or each verifies its own."""
+    """Return vLLM's group of ranks that verify the same requests; None without a group, or if each rank verifies its own."""
     if getattr(sampler, "shards_batches", False):
         return None
     try:
         return importlib.import_module(PARALLEL).get_tp_group()
-    except (ImportError, AssertionError):  # there is none
+    except (ImportError, AssertionError):  # there is no group
         return None
 
 
@@ -119,7 +120,7 @@ def version_of(package: str) -> str:
 
 
 def check_same_arguments(ours: Callable[..., Any], theirs: Callable[..., Any]) -> None:
-    """Raise unless vLLM's method takes the arguments of the one that replaces it."""
+    """Raise unless vLLM's method takes the same arguments as its replacement."""
     expected, found = (list(inspect.signature(method).parameters) for method in (ours, theirs))
     if expected != found:
         raise ImportError(
@@ -128,7 +129,7 @@ def check_same_arguments(ours: Callable[..., Any], theirs: Callable[..., Any]) -
 
 
 def unknown_names(method: Callable[..., Any]) -> list[str]:
-    """Return the names that a method of vLLM consults and that are not in `CONSULTED`."""
+    """Return the names that a method of vLLM uses and that are not in `CONSULTED`."""
     method = inspect.unwrap(method)
     known = CONSULTED[method.__name__]
     names = sorted(set(method.__code__.co_names) - known)
@@ -145,5 +146,5 @@ def unknown_attributes(holder: object, kind: str) -> list[str]:
 
 
 def as_reason(names: Iterable[str]) -> str | None:
-    """Return the reason to leave all steps to a vLLM that has unknown names, or None."""
+    """Return the reason to leave all steps to vLLM if it has unknown names, or None."""
     return unknown_reason(f"what vLLM {version_of('vllm')} has and", names)

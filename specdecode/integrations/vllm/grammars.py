@@ -1,8 +1,8 @@
-"""Grammars: vLLM's masks are kept for the step, and become a part of its rows' masks; no logit is changed.
+"""Grammars: vLLM's masks are kept for the step and merged into the masks of its rows; no logit is changed.
 
-vLLM copies the masks of a step's grammars to the device, and then sets logits to -inf in place. Here its own method does the
-first alone. Whoever needs logits as vLLM has them calls `apply_grammar` before: to leave a step to vLLM, to let it prepare
-logits, to return log-probabilities.
+vLLM copies the masks of a step's grammars to the device, and then sets logits to -inf in place. Here its method only
+makes the copy. Code that needs vLLM's masked logits calls `apply_grammar` first: to leave a step to vLLM, to let vLLM
+prepare logits, or to return log-probabilities.
 """
 
 import dataclasses
@@ -15,19 +15,19 @@ from torch import Tensor
 
 @dataclasses.dataclass
 class StepGrammar:
-    """The masks of a step's grammars, on the device: until it ends, whether they have been applied or not."""
+    """The masks of a step's grammars, on the device, kept until the step ends, even after they have been applied."""
 
     masks: Tensor  # [num_masks, width] int32
     mapping: Tensor  # [num_masks] int32: the request's index times `stride`, plus the row's index in the request
     requests: Tensor  # [batch] int64: each request's slot
-    stride: int  # how many masks there are of each request
-    apply: Callable[[], None]  # does what vLLM's method does
-    used: Callable[[], None]  # to be called after the masks have been read
-    is_applied: bool = False  # to the step's logits
+    stride: int  # the number of masks of each request
+    apply: Callable[[], None]  # applies the masks as vLLM's method does
+    used: Callable[[], None]  # must be called after the masks have been read
+    is_applied: bool = False  # whether the masks have been applied to the step's logits
 
 
 def apply_grammar(sampler: Any) -> None:
-    """Let vLLM apply the masks that are kept to the step's logits, once."""
+    """Let vLLM apply the kept masks to the step's logits, once."""
     grammar: StepGrammar | None = getattr(sampler, "grammar", None)
     if grammar is not None and not grammar.is_applied:
         grammar.is_applied = True
@@ -38,7 +38,7 @@ class KeptGrammars:
     """Mixed into vLLM's `StructuredOutputsWorker`: it keeps masks for a sampler that reads them."""
 
     sampler: Any = None
-    """Of the step; None: masks are applied at once."""
+    """The step's sampler; None: masks are applied at once."""
 
     # What vLLM's class has:
     copy_stream: Any
@@ -55,13 +55,13 @@ class KeptGrammars:
         if not grammar_req_ids or sampler is None or not sampler.takes(input_batch.num_draft_tokens):
             apply(logits, *given)
             return
-        apply(logits[:, :0], *given)  # of no columns: nothing but copies
+        apply(logits[:, :0], *given)  # logits without columns: the method only copies
         count = len(grammar_bitmask)
         where = self.grammar_bitmask[:count], self.logits_indices[:count], input_batch.idx_mapping
         sampler.grammar = StepGrammar(*where, self.mask_stride, lambda: apply(logits, *given), self.masks_are_used)
 
     def masks_are_used(self) -> None:
-        """Have the next copies wait until the masks have been read."""
+        """Make the next copies wait until the masks have been read."""
         if self.copy_stream is not None:
             self.copy_stream.wait_stream(torch.cuda.current_stream())
 

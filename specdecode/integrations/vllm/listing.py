@@ -19,13 +19,14 @@ from specdecode.integrations.vllm.sampling import LISTED_MODE, LOGPROBS, TokenSa
 
 
 class ListedRows:
-    """Mixed into vLLM's `RejectionSampler`: it returns of rows what a call has listed."""
+    """Mixed into vLLM's `RejectionSampler`: it returns the lists of a call in vLLM's form."""
 
     listed: SamplerOutput | None = None
     """The output of the last step if it lists anything; None if it was left to vLLM."""
 
     num_listed: int = -1
-    """The number of likeliest tokens that vLLM returns of each row beside the emitted one; -1: no log-probabilities."""
+    """The number of likeliest tokens that vLLM returns for each row in addition to the emitted one; -1: no
+    log-probabilities."""
 
     mask_outputs: list[SamplerOutput] | None = None
     """The outputs from which sampling masks are made; None: vLLM makes them itself, or returns none."""
@@ -36,11 +37,11 @@ class ListedRows:
 
     @property
     def can_list(self) -> bool:
-        """Whether calls can list what vLLM returns of rows, as far as this depends on the whole step."""
+        """Whether calls can list the row data that vLLM returns, as far as this depends on the whole step."""
         return 0 <= self.num_listed <= MOST_TOP_LOGPROBS and not self.sampler.return_sampling_mask
 
     def listing_of(self, needs: int) -> dict[str, Any]:
-        """Return the arguments that make a call list, given its requests' needs in bits."""
+        """Return the arguments for the lists of a call, given its requests' needs in bits."""
         listing: dict[str, Any] = {}
         if needs & LOGPROBS and self.sampler.logprobs_mode == LISTED_MODE and self.can_list:
             listing = {"logprobs": "processed", "top_logprobs": self.num_listed}
@@ -63,8 +64,8 @@ class ListedRows:
     ) -> Any:
         """Return log-probabilities, with vLLM's arguments and results.
 
-        vLLM computes each token's rank in the model's row: tokens that are not kept count if they have its logit, unless
-        it is known how many are kept.
+        vLLM computes each token's rank in the model's row: excluded tokens with the same logit count, unless the number
+        of kept tokens is known.
         """
         given = sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np
         of_vllm = super()._get_logprobs_tensors  # type: ignore[misc]
@@ -76,7 +77,7 @@ class ListedRows:
 
     @contextmanager
     def making_sampling_masks(self, can_list: bool) -> Iterator[None]:
-        """Make calls list kept sets, if they can, and vLLM no sampling masks."""
+        """Make calls list kept sets if they can, and keep vLLM from computing sampling masks."""
         if not can_list:
             yield
             return
@@ -87,7 +88,7 @@ class ListedRows:
             self.mask_outputs, self.sampler.return_sampling_mask = None, True
 
     def with_sampling_masks(self, result: Any, slots: np.ndarray) -> Any:
-        """Return the result of vLLM's `_verify_in_chunks` with the sampling masks of all chunks, if they were listed."""
+        """Return the result of vLLM's `_verify_in_chunks`, with the sampling masks of all chunks if they were listed."""
         if self.mask_outputs is None:
             return result
         kind = importlib.import_module("vllm.v1.worker.gpu.sample.output").SamplingMaskTensors
@@ -102,10 +103,10 @@ def with_listed(tensors: Any, output: SamplerOutput, cu_num_logits: Tensor, coun
     """Return vLLM's log-probabilities with the listed ones in their place.
 
     Args:
-        tensors: vLLM's, of each row's token alone, which is 0 behind a request's last.
+        tensors: vLLM's tensors for each row's own token only; the token is 0 after a request's last.
         output: lists the likeliest tokens.
         cu_num_logits: [batch + 1] each request's first row.
-        count: number of likeliest tokens asked for.
+        count: number of requested likeliest tokens.
     """
     assert output.logprobs is not None
     starts, token_ids = cu_num_logits.long(), tensors.logprob_token_ids[:, :1]
@@ -150,8 +151,8 @@ def sampling_mask(output: SamplerOutput, vocab_size: int, width: int) -> tuple[T
         width: number of ids returned.
 
     Returns:
-        Of all rows that requests may have: [rows, width] int32 ids in order, then -1; [rows, ceil(vocab_size / 8)] uint8
-        with a bit for each token, the lowest first; [rows] int32 how many are kept.
+        For all rows that requests may have: [rows, width] int32 ids in order, then -1; [rows, ceil(vocab_size / 8)] uint8
+        with a bit for each token, the lowest first; [rows] int32, the number of kept tokens.
     """
     assert output.kept_token_ids is not None
     assert output.num_kept is not None

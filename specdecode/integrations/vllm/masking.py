@@ -1,17 +1,17 @@
 """The masks of a step's rows, a bit for each token: one kernel writes them from vLLM's own state.
 
-vLLM sets the logits of tokens that a request may not have to -inf, some of them before it adds biases and penalties. These
-leave -inf as it is, so all of it may come last, as `Adjustments.allowed_mask`. In vLLM's order, for each row:
+vLLM sets the logits of forbidden tokens to -inf, some of them before it adds biases and penalties. Biases and penalties
+do not change -inf, so all masks can be applied last, as `Adjustments.allowed_mask`. In vLLM's order, for each row:
 
 1. the request's list of allowed tokens, if it has one, and its grammar's allowed tokens;
-2. without its stop tokens, as long as its text is shorter than it has to be. If that leaves none, they stay;
-3. without the last token of each bad word, if the row's text ends with the others;
-4. a token alone, where a thinking budget forces it: vLLM gives it a logit of 1e9, whatever its own was.
+2. without its stop tokens, while its text is below the minimum length. If no token is left, the stop tokens stay;
+3. without the last token of each bad word, if the row's text ends with the word's other tokens;
+4. only the token that a thinking budget forces, if it does: vLLM sets its logit to 1e9.
 
-A row's text is what is committed, which vLLM holds by slot, and then the drafts before the row. One program writes the
-words of one row, vocab / 8 bytes, and reads no logits.
+A row's text is the committed text, which vLLM holds by slot, followed by the drafts before the row. One program writes
+the words of one row, vocab / 8 bytes, and reads no logits.
 """
-# Triton compiles what has no types here.
+# Functions compiled by Triton have no Python types.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from typing import Any, NamedTuple
@@ -22,24 +22,24 @@ from torch import Tensor
 
 from specdecode import adjustments
 from specdecode.integrations.vllm.grammars import StepGrammar
-from specdecode.integrations.vllm.steps import Step
+from specdecode.integrations.vllm.steps import StepInputs
 
 WORD = tl.constexpr(adjustments.WORD)
 TILE = tl.constexpr(1024)
 """Words that are written at once."""
-LANES = tl.constexpr(128)
-"""Tokens, or words of text, that are looked at at once."""
+BLOCK_N = tl.constexpr(128)
+"""Tokens, or words of text, that are compared at once."""
 VALUES = tl.constexpr(7)
-"""The numbers of a slot: of allowed tokens and of stop tokens, the least length, whether stop tokens are restored; of bad
-words and of the prompt's tokens; the thinking budget, -1 for none."""
+"""The values of a slot: the numbers of allowed tokens and of stop tokens, the minimum length, whether stop tokens are
+restored, the numbers of bad words and of prompt tokens, and the thinking budget, -1 for none."""
 
 
 class Rows(NamedTuple):
     """The rows of a step, as vLLM has them."""
 
-    slots: Tensor  # [num_rows] int64, each row's request's slot
+    slots: Tensor  # [num_rows] int64, the slot of each row's request
     positions: Tensor  # [num_rows] int64, of the token that is fed
-    offsets: Tensor  # [num_rows] int32, each row's place in its request
+    offsets: Tensor  # [num_rows] int32, the index of each row in its request
     fed: Tensor  # [num_rows] int32, the token that is fed: a request's last, then its drafts
 
 
@@ -53,7 +53,7 @@ class Limits(NamedTuple):
     stops_stride: int
     bad_tokens: Tensor  # [num_slots, ...] int32: the tokens of all bad words, one word after the other
     bad_tokens_stride: int
-    bad_starts: Tensor  # [num_slots, ...] int32: where each word starts among them, and where the last one ends
+    bad_starts: Tensor  # [num_slots, ...] int32: the start of each word in them, and the end of the last
     bad_starts_stride: int
     text: Tensor  # [num_slots, ...] int32, committed tokens
     text_stride: int
@@ -63,13 +63,13 @@ class Limits(NamedTuple):
 class Thinking(NamedTuple):
     """The marks of thoughts, and the last begin and end of each request's."""
 
-    last_start: Tensor  # [num_slots] int32, -1 for never, in what is committed
+    last_start: Tensor  # [num_slots] int32, in the committed text; -1 for never
     last_end: Tensor
-    start_ids: Tensor  # [num_start] int32: the tokens by which it begins
+    start_ids: Tensor  # [num_start] int32: the tokens that begin a thought
     num_start: int
-    end_ids: Tensor  # those by which it ends by itself
+    end_ids: Tensor  # the tokens that end it without being forced
     num_end: int
-    forced_ids: Tensor  # those that end it where the budget is spent
+    forced_ids: Tensor  # the tokens that end it when the budget is spent
     num_forced: int
 
 
@@ -91,7 +91,7 @@ class Text(NamedTuple):
 
 @triton.jit
 def text_at(text, places, wanted):
-    """Return the tokens of a text at some indices."""
+    """Return the tokens of a text at given indices."""
     offsets = places - text.num_committed
     committed = tl.load(text.ptr + places, mask=wanted & (offsets < 0), other=-1)
     return tl.where(offsets < 0, committed, tl.load(text.drafts_ptr + offsets, mask=wanted & (offsets >= 0), other=-1))
@@ -101,8 +101,8 @@ def text_at(text, places, wanted):
 def ends_with(text, length, ids_ptr, count):
     """Return whether the first `length` tokens of a text end with the first `count` ids of a list."""
     mismatch = (length < count).to(tl.int32)
-    for first in range(0, count, LANES):
-        lanes = first + tl.arange(0, LANES)
+    for first in range(0, count, BLOCK_N):
+        lanes = first + tl.arange(0, BLOCK_N)
         wanted = (lanes < count) & (length >= count)
         ids = tl.load(ids_ptr + lanes, mask=wanted, other=-1)
         differs = wanted & (ids != text_at(text, length - count + lanes, wanted))
@@ -122,7 +122,7 @@ def forced_token(text, length, slot, budget, thinking):
     token = tl.full([], -1, tl.int32)
     spent = length - (last_start + thinking.num_start)
     if (last_start >= 0) & (last_start > last_end) & (spent >= budget):
-        there = tl.full([], 0, tl.int32)  # how many of the forced tokens the text ends with
+        there = tl.full([], 0, tl.int32)  # the number of forced tokens at the end of the text
         for count in range(1, thinking.num_forced):
             there = tl.where(ends_with(text, length, thinking.forced_ids, count), count, there)
         token = tl.load(thinking.forced_ids + there)
@@ -133,8 +133,8 @@ def forced_token(text, length, slot, budget, thinking):
 def grammar_of(slot, offset, grammar, num_masks, mask_stride):
     """Return the index of a row's mask, -1 for none."""
     found = tl.full([], -1, tl.int32)
-    for first in range(0, num_masks, LANES):
-        lanes = first + tl.arange(0, LANES)
+    for first in range(0, num_masks, BLOCK_N):
+        lanes = first + tl.arange(0, BLOCK_N)
         mapping = tl.load(grammar.mapping + lanes, mask=lanes < num_masks, other=-1)
         request = mapping // mask_stride
         slots = tl.load(grammar.requests + request, mask=mapping >= 0, other=-1)
@@ -145,7 +145,7 @@ def grammar_of(slot, offset, grammar, num_masks, mask_stride):
 
 @triton.jit
 def change_bits(words_ptr, ids, ALLOWED: tl.constexpr, VOCAB_SIZE: tl.constexpr):
-    """Set or clear the bits of tokens; ids outside the vocabulary are none."""
+    """Set or clear the bits of tokens; ids outside the vocabulary are ignored."""
     is_token, bits = (ids >= 0) & (ids < VOCAB_SIZE), (ids * 0 + 1) << (ids & (WORD - 1))
     if ALLOWED:
         tl.atomic_or(words_ptr + ids // WORD, bits, mask=is_token, sem="relaxed")
@@ -158,7 +158,7 @@ def begin(words_ptr, allowed_ptr, num_allowed, masks_ptr, width, forced, VOCAB_S
     """Write a row's words: a forced token, or without one the tokens that a list and a grammar allow."""
     for first in range(0, VOCAB_SIZE, TILE * WORD):
         places = first // WORD + tl.arange(0, TILE)
-        rest = VOCAB_SIZE - places * WORD  # none of a word's bits is of a token beyond the vocabulary
+        rest = VOCAB_SIZE - places * WORD  # clear bits beyond the vocabulary
         words = tl.where(rest >= WORD, -1, (1 << tl.minimum(tl.maximum(rest, 0), WORD - 1)) - 1)
         if forced >= 0:
             words = tl.where(places == forced // WORD, 1 << (forced & (WORD - 1)), 0)
@@ -169,8 +169,8 @@ def begin(words_ptr, allowed_ptr, num_allowed, masks_ptr, width, forced, VOCAB_S
         tl.store(words_ptr + places, words, mask=rest > 0)
     tl.debug_barrier()
     if (forced < 0) & (num_allowed > 0):
-        for first in range(0, num_allowed, LANES):
-            lanes = first + tl.arange(0, LANES)
+        for first in range(0, num_allowed, BLOCK_N):
+            lanes = first + tl.arange(0, BLOCK_N)
             ids = tl.load(allowed_ptr + lanes, mask=lanes < num_allowed, other=-1)
             places = ids // WORD
             masks = tl.load(masks_ptr + places, mask=(ids >= 0) & (places < width), other=-1)
@@ -191,13 +191,13 @@ def is_empty(words_ptr, VOCAB_SIZE: tl.constexpr):
 
 @triton.jit
 def forbid_bad_words(words_ptr, text, length, num_output, tokens_ptr, starts_ptr, num_words, VOCAB_SIZE: tl.constexpr):
-    """Clear the last token of each bad word whose others a text ends with, not counting the prompt."""
-    for first in range(0, num_words, LANES):
-        lanes = first + tl.arange(0, LANES)
+    """Clear the last token of each bad word whose other tokens end the text, the prompt excluded."""
+    for first in range(0, num_words, BLOCK_N):
+        lanes = first + tl.arange(0, BLOCK_N)
         is_word = lanes < num_words
         start = tl.load(starts_ptr + lanes, mask=is_word, other=0)
         last = tl.load(starts_ptr + lanes + 1, mask=is_word, other=0) - 1
-        count = last - start  # of the others
+        count = last - start  # of the other tokens
         matches = is_word & (count >= 0) & (count <= num_output)
         for back in range(1, tl.max(tl.where(matches, count, 0), 0) + 1):
             token = text_at(text, length - back, True)
@@ -230,13 +230,13 @@ def mask_rows_kernel(
     begin(words_ptr, allowed_ptr, num_allowed, masks_ptr, width, forced, VOCAB_SIZE)
     if forced < 0:
         if (num_stops > 0) & (tl.load(rows.positions + row) + 1 < min_length):
-            for first in range(0, num_stops, LANES):
-                lanes = first + tl.arange(0, LANES)
+            for first in range(0, num_stops, BLOCK_N):
+                lanes = first + tl.arange(0, BLOCK_N)
                 stops = tl.load(limits.stops + slot * limits.stops_stride + lanes, mask=lanes < num_stops, other=-1)
                 change_bits(words_ptr, stops, False, VOCAB_SIZE)
             if restores != 0:
                 tl.debug_barrier()
-                if is_empty(words_ptr, VOCAB_SIZE):  # then nothing but stop tokens was there
+                if is_empty(words_ptr, VOCAB_SIZE):  # only stop tokens were allowed
                     begin(words_ptr, allowed_ptr, num_allowed, masks_ptr, width, forced, VOCAB_SIZE)
         if num_words > 0:
             tokens_ptr = limits.bad_tokens + slot * limits.bad_tokens_stride
@@ -246,7 +246,12 @@ def mask_rows_kernel(
 
 
 def mask_rows(
-    words: Tensor, step: Step, limits: Limits, thinking: Thinking | None, grammar: StepGrammar | None, vocab_size: int
+    words: Tensor,
+    step: StepInputs,
+    limits: Limits,
+    thinking: Thinking | None,
+    grammar: StepGrammar | None,
+    vocab_size: int,
 ) -> None:
     """Write the words of a step's rows.
 
@@ -259,7 +264,7 @@ def mask_rows(
         vocab_size: number of tokens.
     """
     rows = Rows(step.expanded_idx_mapping, step.pos, step.expanded_local_pos, step.input_ids)
-    given, sizes = Grammar(limits.numbers, limits.numbers, rows.slots), (0, 0, 1)  # of a grammar's types, not looked at
+    given, sizes = Grammar(limits.numbers, limits.numbers, rows.slots), (0, 0, 1)  # of a grammar's types, unused
     if grammar is not None:
         given, sizes = Grammar(grammar.masks, grammar.mapping, grammar.requests), (*grammar.masks.shape, grammar.stride)
     mask_rows_kernel[(len(rows.slots),)](words, rows, limits, thinking, given, *sizes, VOCAB_SIZE=vocab_size)

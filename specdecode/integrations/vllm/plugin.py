@@ -1,4 +1,4 @@
-"""The plug-in in each process of vLLM: it replaces the sampler's classes, and lifts a refusal."""
+"""The plug-in in each process of vLLM: it replaces the sampler's classes, and lifts a restriction."""
 
 import functools
 import importlib
@@ -20,7 +20,7 @@ from specdecode.integrations.vllm.sampling import TokenSampling
 from specdecode.integrations.vllm.verification import DraftVerification
 
 SERVED = "_specdecode_serves_all_parameters"
-"""The attribute of vLLM's configuration of drafts that marks engines with the refusal lifted."""
+"""The attribute of vLLM's speculative configuration that marks engines with the restriction lifted."""
 
 GATHERED = (
     "specdecode: vLLM gathers the logits of all requests on each of %d GPUs; --enable-batch-sharded-sampling saves the "
@@ -29,7 +29,7 @@ GATHERED = (
 
 
 class AdvisedRunner:
-    """Mixed into vLLM's V2 model runner: it logs that a flag of vLLM saves the gather of logits, where that is so."""
+    """Mixed into vLLM's V2 model runner: it logs the flag of vLLM that saves the gather of logits, if it helps."""
 
     # What vLLM's class has:
     model: Any
@@ -39,27 +39,27 @@ class AdvisedRunner:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, with vLLM's arguments."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        group, reports = group_of(self.sampler), getattr(self.rejection_sampler, "report", None) is not None
-        # Without this method of the model vLLM gathers in spite of the flag.
+        group, reports = group_of(self.sampler), getattr(self.rejection_sampler, "metrics", None) is not None
+        # Without this method of the model, vLLM gathers despite the flag.
         can_shard = hasattr(self.model, "compute_logits_local")
         if reports and can_shard and group is not None and group.world_size > 1:
             logger.info(GATHERED, group.world_size)
 
 
 def install(method: EngineMethod) -> None:
-    """Replace the classes that vLLM's V2 model runner makes its samplers from.
+    """Replace the sampler classes of vLLM's V2 model runner.
 
-    Engines that are made afterwards in this process verify by the method. `SPECDECODE_VLLM` calls this in every process of
+    Engines created afterwards in this process verify by this method. `SPECDECODE_VLLM` calls this in every process of
     vLLM; call it yourself only if vLLM runs in one process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`).
 
-    Requests with `min_p` or `logit_bias`, which vLLM refuses beside drafts, are served from then on, if the V2 model runner
-    serves them.
+    Requests with `min_p` or `logit_bias`, which vLLM refuses together with drafts, are then accepted, if the V2 model
+    runner serves them.
 
     Args:
         method: `"probabilistic"`, `"block"` or `"strict"`.
 
     Raises:
-        ImportError: vLLM is not installed, or is of a version whose classes take other arguments.
+        ImportError: vLLM is not installed, or its classes take other arguments.
         ValueError: `SPECDECODE_VLLM_LOG_INTERVAL` has a wrong value.
     """
     log_interval(INTERVAL)  # a wrong value raises before anything is replaced
@@ -88,7 +88,7 @@ def install(method: EngineMethod) -> None:
 
 
 def unknown_rules(runner: Any) -> list[str]:
-    """Return the unknown names that vLLM's methods consult, over all methods whose work is done here instead."""
+    """Return the unknown names that vLLM's methods use, over all methods that are replaced here."""
     states = importlib.import_module("vllm.v1.worker.gpu.sample.states").SamplingStates
     methods = [getattr(runner.RejectionSampler, name) for name in ("_verify", "_get_logprobs_tensors")]
     methods += [runner.Sampler.apply_sampling_params, runner.Sampler.sample, states.add_request]
@@ -96,10 +96,10 @@ def unknown_rules(runner: Any) -> list[str]:
 
 
 def lift_refusal() -> None:
-    """Let vLLM serve `min_p` and `logit_bias` beside drafts.
+    """Make vLLM accept `min_p` and `logit_bias` together with drafts.
 
-    It refuses them because its older model runner ignores them there. This package and the V2 model runner apply them to
-    every row.
+    vLLM refuses them because its older model runner ignores them for drafts. This package and the V2 model runner apply
+    them to every row.
     """
     parameters: Any = importlib.import_module("vllm.sampling_params").SamplingParams
     processor: Any = importlib.import_module("vllm.v1.engine.input_processor").InputProcessor

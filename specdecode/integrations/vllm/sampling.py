@@ -1,4 +1,4 @@
-"""The sampler of vLLM's V2 model runner: what requests need, how they sample, and the tokens of steps without drafts."""
+"""The sampler of vLLM's V2 model runner: needs and parameters of requests, and the tokens of steps without drafts."""
 
 import functools
 import time
@@ -17,30 +17,31 @@ from specdecode.integrations.engine import warm_up
 from specdecode.integrations.vllm.adjusting import Known, known_processors
 from specdecode.integrations.vllm.compat import group_of, logger
 from specdecode.integrations.vllm.grammars import StepGrammar, apply_grammar
-from specdecode.integrations.vllm.steps import Requests, Step
+from specdecode.integrations.vllm.steps import Requests, StepInputs
 
 PROCESSORS, TRUNCATES, LOGPROBS, ADJUSTS, UNLISTED, WIDE, MASKS = 1, 2, 4, 8, 16, 32, 64
 """The needs of a request, in bits.
 
 | bit | the request |
 |---|---|
-| `PROCESSORS` | has logits processors that are not known here: it needs vLLM's copy of logits |
+| `PROCESSORS` | has unknown logits processors: it needs vLLM's copy of logits |
 | `TRUNCATES` | truncates, and is not greedy |
-| `LOGPROBS` | asks for log-probabilities |
+| `LOGPROBS` | requests log-probabilities |
 | `ADJUSTS` | has penalties or biases |
-| `UNLISTED` | asks for log-probabilities that calls do not list: of more than 20 tokens, or of a greedy request |
+| `UNLISTED` | requests log-probabilities that calls cannot list: of more than 20 tokens, or of a greedy request |
 | `WIDE` | may keep more than 1,024 tokens, too many for a listed kept set |
 | `MASKS` | has a list of allowed tokens, a minimum length, bad words or a thinking budget |
 """
 
 LISTED_MODE = "processed_logprobs"
-"""The `logprobs_mode` whose log-probabilities calls list."""
+"""The `logprobs_mode` that calls can list."""
 
 MOST_PREPARED = 0.25
-"""The largest share of requests that is split off: copies of their rows and draft rows take no more memory than vLLM's."""
+"""The largest share of requests that is split off, so that copies of their rows and draft rows need no more memory than
+vLLM's."""
 
 NO_NEED = SimpleNamespace(add_request=lambda request, params: False)
-"""Stands in for states of vLLM that are applied here: requests need no processing."""
+"""Replaces states of vLLM that are applied here: no request needs processing."""
 
 
 class SlotValues(NamedTuple):
@@ -54,10 +55,10 @@ class SlotValues(NamedTuple):
 
 
 class TokenSampling:
-    """Mixed into vLLM's `Sampler`: it knows what each request needs, and draws by seed for `"strict"`.
+    """Mixed into vLLM's `Sampler`: it records the needs of each request, and draws by seed for `"strict"`.
 
-    vLLM's sampler draws the tokens of steps in which no request has a draft. For `"strict"` they must have the noise of all
-    other tokens: a request's text depends on its seed and not on which steps had drafts.
+    vLLM's sampler draws the tokens of steps in which no request has a draft. For `"strict"` these tokens must use the
+    same noise as all others, so that a request's text depends on its seed and not on which steps had drafts.
     """
 
     verifier: ClassVar[RejectionSampler]
@@ -69,7 +70,7 @@ class TokenSampling:
 
     copies: SlotValues | None = None
     grammar: StepGrammar | None = None
-    """The masks of the step's grammars, where they were not applied to its logits at once."""
+    """The masks of the step's grammars, if they were not applied to its logits at once."""
 
     # What vLLM's class has:
     apply_sampling_params: Callable[..., Tensor]
@@ -100,18 +101,18 @@ class TokenSampling:
 
     @functools.cached_property
     def reads_grammars(self) -> bool:
-        """Whether steps that are verified here read masks of grammars: vLLM counts NaN after it has applied them."""
+        """Whether steps verified here read grammar masks; not if vLLM counts NaN, which it does after applying them."""
         return self.keeps_grammars and self.known is not None and not getattr(self, "compute_nans", False)
 
     def takes(self, num_draft_tokens: int) -> bool:
-        """Return whether a step of so many drafts is this package's, unless its requests need what vLLM does."""
+        """Return whether this package verifies steps with this number of drafts, unless their requests need vLLM."""
         return self.unknown is None and (num_draft_tokens > 0 or self.verifier.method == "strict")
 
-    # ---- What requests need
+    # ---- Needs of requests
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
-        """Note what a request needs."""
-        # vLLM keeps one flag for all processing: so its method first sees the unknown processors alone.
+        """Record the needs of a request."""
+        # vLLM keeps one flag for all processing, so its method first sees only the unknown processors.
         known, states = self.known, self.sampling_states
         processors, thinking = getattr(self, "logits_processors", []), getattr(self, "thinking_budget_state", None)
         self.sampling_states = NO_NEED
@@ -140,7 +141,7 @@ class TokenSampling:
         truncates = (states.top_k.np[slots] != states.vocab_size) | (states.top_p.np[slots] != 1)
         truncates = (truncates | (states.min_p.np[slots] != 0)) & ~is_greedy
         logprobs = num_logprobs >= 0
-        # Of a greedy request vLLM lists the whole row, not truncated.
+        # For a greedy request vLLM lists the whole row, not truncated.
         unlisted = logprobs & is_greedy | (num_logprobs > MOST_TOP_LOGPROBS)
         wide = states.top_k.np[slots] > MOST_KEPT
         return TRUNCATES * truncates | LOGPROBS * logprobs | UNLISTED * unlisted | WIDE * wide
@@ -150,11 +151,11 @@ class TokenSampling:
         return int(np.bitwise_or.reduce(self.needs[slots], initial=0))
 
     def why_processed(self, needs: int, lists: bool = False) -> str | None:
-        """Return the reason why a step with these needs needs logits that vLLM has processed, or None.
+        """Return the reason why vLLM must process the logits of a step with these needs, or None.
 
         Args:
             needs: of the step's requests, in bits.
-            lists: whether calls may list what vLLM returns of rows.
+            lists: whether calls can list the row data that vLLM returns.
         """
         if needs & PROCESSORS:
             return "logits processors that specdecode does not know"
@@ -166,19 +167,19 @@ class TokenSampling:
             return "return_sampling_mask"
         return None
 
-    # ---- How requests sample
+    # ---- Sampling parameters
 
     def slot_values(self) -> SlotValues:
-        """Return sampling parameters and seeds in the device's memory, copied again only after a request has come.
+        """Return sampling parameters and seeds in device memory, copied again only after a new request.
 
-        vLLM's own tensors are views of the host's memory: each program of a kernel would read them over the bus.
+        vLLM's own tensors are views of host memory, which each program of a kernel would read over the bus.
         """
         if self.copies is None:
             values = [getattr(self.sampling_states, name).gpu.clone() for name in SlotValues._fields]
             self.copies = SlotValues(*values)
         return self.copies
 
-    def sampling_of(self, needs: int, step: Step) -> dict[str, Any]:
+    def sampling_of(self, needs: int, step: StepInputs) -> dict[str, Any]:
         """Return the arguments for sampling from raw logits, by slot: truncation and adjustments."""
         return (self.truncated() if needs & TRUNCATES else self.whole()) | self.adjusted(needs, step)
 
@@ -187,7 +188,7 @@ class TokenSampling:
         return {"temperature": self.slot_values().temperature}
 
     def truncated(self) -> dict[str, Any]:
-        """Return the sampling arguments with all truncation: each selection would need kernels of its own."""
+        """Return the sampling arguments with all truncation; each combination would need its own kernels."""
         values = self.slot_values()
         return {name: getattr(values, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
@@ -195,14 +196,12 @@ class TokenSampling:
         """Return the sampling arguments for logits that vLLM has divided by the temperature and truncated."""
         return {"temperature": (self.slot_values().temperature != 0).to(torch.float32)}
 
-    def adjusted(self, needs: int, step: Step) -> dict[str, Any]:
+    def adjusted(self, needs: int, step: StepInputs) -> dict[str, Any]:
         """Return the adjustments of a step's rows: masks, all penalties and biases, both, or nothing."""
         known: Any = self.known
         grammar, mask = self.grammar, None
         if needs & MASKS or not (grammar is None or grammar.is_applied):
-            mask = known.limited_tokens(
-                step, grammar
-            )  # what is left of limits may depend on masks that have been applied
+            mask = known.limited_tokens(step, grammar)  # also an applied grammar: it decides whether stop tokens stay
         if needs & ADJUSTS:
             return {"adjustments": known.adjustments(mask)}
         return {} if mask is None else {"adjustments": Adjustments(allowed_mask=mask)}
@@ -210,7 +209,7 @@ class TokenSampling:
     # ---- Kernels
 
     def listings(self) -> list[dict[str, Any]]:
-        """Return the selections of what calls may be asked to list."""
+        """Return the combinations of lists that calls may have."""
         kept = [{"kept_sets": True}] if self.return_sampling_mask else []
         if self.logprobs_mode != LISTED_MODE:
             return kept
@@ -218,9 +217,9 @@ class TokenSampling:
         return [*logprobs, *kept, *[one | more for one in logprobs for more in kept]]
 
     def compile_kernels(
-        self, verifier: RejectionSampler, as_call: Callable[[dict[str, Any]], dict[str, Any]], step: Step
+        self, verifier: RejectionSampler, as_call: Callable[[dict[str, Any]], dict[str, Any]], step: StepInputs
     ) -> tuple[str | None, str | None]:
-        """Compile the kernels of steps like one: truncated or not, with adjustments or not, with all listings.
+        """Compile the kernels of steps like `step`: truncated or not, with and without adjustments, with all lists.
 
         Args:
             verifier: compiles.
@@ -228,7 +227,7 @@ class TokenSampling:
             step: the step.
 
         Returns:
-            Why the kernels do not take steps that are not truncated, and truncated steps; None where they do.
+            The reasons why the kernels cannot take untruncated steps, and truncated steps; None where they can.
         """
         start = time.monotonic()
         calls = [as_call(self.whole()), as_call(self.truncated())]
@@ -253,7 +252,8 @@ class TokenSampling:
     def share(self) -> tuple[Any, ...]:
         """Return the fields of a `Share`, (rank, world size, barrier); () without a group.
 
-        A rank compiles its part of the kernels, then loads the other parts; without a common cache it compiles them, too.
+        A rank compiles its part of the kernels, then loads the other parts; without a common cache it compiles them as
+        well.
         """
         group = group_of(self)
         return () if group is None else (group.rank_in_group, group.world_size, group.barrier)
@@ -278,7 +278,7 @@ class TokenSampling:
             given = logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos
             return super().sample(*given, seq_lens_upper_bound_np, return_logprobs)  # type: ignore[misc, no-any-return]
         starts, lengths = torch.arange(len(logits) + 1, device=logits.device), seq_lens_upper_bound_np
-        step = Step(logits, None, input_ids, pos, starts, *slots, expanded_local_pos, lengths, input_ids)
+        step = StepInputs(logits, None, input_ids, pos, starts, *slots, expanded_local_pos, lengths, input_ids)
         needs = self.needs_in(idx_mapping_np)
         if self.why_processed(needs & ~LOGPROBS | LOGPROBS * return_logprobs) is None:
             sampling = self.sampling_of(needs, step)
@@ -288,7 +288,7 @@ class TokenSampling:
             sampling = self.of_processed()
         call: dict[str, Any] = {
             "target_logits": step.logits,
-            "draft_token_ids": input_ids,  # not looked at: each row is its request's last
+            "draft_token_ids": input_ids,  # unused: each row is its request's last
             "row_starts": starts,
             "num_draft_tokens": 0,
             "slots": expanded_idx_mapping,
@@ -305,7 +305,7 @@ class TokenSampling:
 
 
 def why_not_by_kernels(verifier: RejectionSampler, call: dict[str, Any]) -> str | None:
-    """Return the reason why the eager backend would verify a call, or None: it takes more time and memory than vLLM."""
+    """Return the reason why the eager backend would verify a call, which costs more than vLLM; None if kernels do."""
     logits = call["target_logits"]
     backend = backends.choose(verifier.backend, logits)
     if backend is not eager:
@@ -314,8 +314,8 @@ def why_not_by_kernels(verifier: RejectionSampler, call: dict[str, Any]) -> str 
     return None if logits.is_cpu else backends.obstacle(logits.device)
 
 
-def few_with_processors(step: Step, needs: np.ndarray, starts: np.ndarray | None) -> Requests | None:
-    """Return the requests of a step that need vLLM's copy of logits, if they are few and the host knows all rows.
+def few_with_processors(step: StepInputs, needs: np.ndarray, starts: np.ndarray | None) -> Requests | None:
+    """Return the requests of a step that need vLLM's copy of logits; None if many, or if the host does not know all rows.
 
     Args:
         step: the step.

@@ -1,7 +1,7 @@
-"""A step of vLLM as one bundle, and the part of it whose logits vLLM prepares.
+"""A step of vLLM as one bundle, and parts of it.
 
-A request's tokens depend on no other request. So a step may be verified by two calls, with the same method and noise: the
-requests that need vLLM's copy of logits from that copy, and the others from the model's logits.
+A request's tokens depend on no other request. So a step may be verified by two calls with the same method and noise: one
+call uses vLLM's copy of logits, for the requests that need it, and the other uses the model's logits.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from specdecode import Adjustments
 from specdecode.adjustments import WORD
 
 OF_ROWS = "logits", "draft_sampled", "pos", "expanded_idx_mapping", "expanded_local_pos", "verify_draft_sampled"
-"""The tensors of a step that have an entry for each row."""
+"""The tensors of a step with one entry for each row."""
 
 
 class Requests(NamedTuple):
@@ -36,7 +36,7 @@ class Requests(NamedTuple):
         return cls._make([*torch.split(values, [len(part) for part in parts]), indices])
 
 
-class Step(NamedTuple):
+class StepInputs(NamedTuple):
     """The arguments of vLLM's `_verify`; also the context that its logits processors take."""
 
     logits: Tensor  # [num_rows, vocab] in the model's dtype; grammar masks are applied, or kept by the sampler
@@ -51,7 +51,7 @@ class Step(NamedTuple):
     expanded_idx_mapping: Tensor  # [num_rows] the slot of each row's request
     expanded_local_pos: Tensor  # [num_rows] the index of each row in its request
     seq_lens_upper_bound_np: np.ndarray  # [batch] for vLLM's logits processors
-    verify_draft_sampled: Tensor  # [num_rows] `draft_sampled`, with -1 for drafts that vLLM leaves out
+    verify_draft_sampled: Tensor  # [num_rows] `draft_sampled`, with -1 for drafts that vLLM excludes
 
     @property
     def input_ids(self) -> Tensor:
@@ -63,7 +63,7 @@ class Step(NamedTuple):
         """The kind of the step, see `kind_of`."""
         return kind_of(self.logits, self.draft_logits)
 
-    def part(self, requests: Requests) -> "Step":
+    def part(self, requests: Requests) -> "StepInputs":
         """Return the step of some requests; draft logits stay by slot."""
         indices, rows, row_starts, on_host = requests
         return self._replace(
@@ -74,7 +74,7 @@ class Step(NamedTuple):
             seq_lens_upper_bound_np=self.seq_lens_upper_bound_np[on_host],
         )
 
-    def without_rows(self) -> "Step":
+    def without_rows(self) -> "StepInputs":
         """Return an empty step with tensors of the same types."""
         of_requests = "idx_mapping", "idx_mapping_np", "seq_lens_upper_bound_np"
         return self._replace(**{name: getattr(self, name)[:0] for name in (*OF_ROWS, *of_requests)})
@@ -87,11 +87,12 @@ class Step(NamedTuple):
         return logits
 
     def drafts(self, adjustments: Adjustments | None) -> Tensor:
-        """Return the draft that each row but the last judges, -1 for none, [num_rows - 1].
+        """Return the draft that each row except the last judges, -1 for none, [num_rows - 1].
 
-        vLLM leaves a draft out if a grammar forbids it. A draft that is left out because of its value must be rejected as
-        itself, so that the next token comes from the residual; p(x) = 0 rejects it. So a drawn draft keeps its id if its row
-        masks it. Other drafts that vLLM leaves out, as those after the first masked one, remain -1.
+        vLLM excludes a draft if a grammar forbids it. A drawn draft that is excluded because of its value must be
+        rejected like any other draft, so that the next token comes from the residual. So a drawn draft keeps its id if
+        its row masks it, and p(x) = 0 rejects it. Other drafts that vLLM excludes, such as drafts after the first masked
+        one, remain -1.
         """
         judged, drawn = self.verify_draft_sampled[1:], self.draft_sampled[1:]
         if self.draft_logits is None or self.verify_draft_sampled.data_ptr() == self.draft_sampled.data_ptr():

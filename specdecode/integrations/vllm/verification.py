@@ -1,4 +1,4 @@
-"""A step with drafts, in vLLM's arguments.
+"""Verification of a step with drafts, with vLLM's arguments.
 
 vLLM's tensors are used as they are, and nothing of vocabulary size is copied: the rows of all requests are packed in one
 tensor, temperatures and seeds are by slot, lengths stay on the device.
@@ -9,7 +9,7 @@ tensor, temperatures and seeds are by slot, lengths stay on the device.
 | `pos`, of the token that is fed | `row_positions` |
 | cached draft logits, before the temperature, not truncated | `draft_sampling`, where the target truncates |
 | no cached draft logits | `draft_logits=None`, a point mass |
-| cached draft logits of fewer tokens than the target has | `draft_vocab_ids`: the draft has the first of them |
+| cached draft logits of fewer tokens than the target has | `draft_vocab_ids`: the draft has the first tokens |
 | the states of known logits processors, the masks of grammars | `adjustments`, if a request of the step has any |
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 import specdecode
 from specdecode import RejectionSampler, SamplerOutput, Sampling
-from specdecode.integrations.engine import Fallbacks, Report, first_integers, log_interval, verify
+from specdecode.integrations.engine import Fallbacks, StepMetrics, first_integers, log_interval, verify
 from specdecode.integrations.vllm.compat import (
     INTERVAL,
     RUN_WITH,
@@ -37,7 +37,7 @@ from specdecode.integrations.vllm.compat import (
 from specdecode.integrations.vllm.grammars import apply_grammar
 from specdecode.integrations.vllm.listing import ListedRows
 from specdecode.integrations.vllm.sampling import LOGPROBS, TRUNCATES, TokenSampling, few_with_processors
-from specdecode.integrations.vllm.steps import Requests, Step, kind_of
+from specdecode.integrations.vllm.steps import Requests, StepInputs, kind_of
 
 LEFT_TO_VLLM = "vLLM verifies such a step, by its own method and noise"
 PREPARED = "vLLM prepares a copy of the logits for such a step, and 'strict' verifies that"
@@ -49,15 +49,15 @@ NO_FINITE_LOGIT = (
 
 
 class DraftVerification(ListedRows):
-    """Mixed into vLLM's `RejectionSampler`: it verifies by this package what it can, and leaves other steps to vLLM."""
+    """Mixed into vLLM's `RejectionSampler`: it verifies steps with this package, and leaves unsupported steps to vLLM."""
 
     verifier: ClassVar[RejectionSampler]
     unknown: str | None = None
     """The reason to leave all steps to vLLM if it has unknown names."""
 
     fallbacks: Fallbacks
-    report: Report | None = None
-    """None: another rank reports the same steps."""
+    metrics: StepMetrics | None = None
+    """None: another rank logs the same steps."""
 
     host_starts: np.ndarray | None = None
     """The first row of each request, and the end of the last; None: the host does not know."""
@@ -78,19 +78,19 @@ class DraftVerification(ListedRows):
                 *unknown_attributes(self.sampler.sampling_states, "SamplingStates"),
             ]
         )
-        self.sampler.unknown = self.unknown  # it draws for 'strict'
+        self.sampler.unknown = self.unknown  # `TokenSampling` draws for "strict"
         self.fallbacks = Fallbacks(logger)
         group = group_of(self.sampler)
-        if group is None or group.rank_in_group == 0:  # other ranks would report the same steps
+        if group is None or group.rank_in_group == 0:  # other ranks would log the same steps
             is_prepared = self.verifier.method == "strict" and self.other_rule() is None
             how = "of them from logits that vLLM prepared" if is_prepared else "left to vLLM"
-            self.report = Report(self.fallbacks, log_interval(INTERVAL), how, NO_FINITE_LOGIT)
+            self.metrics = StepMetrics(self.fallbacks, log_interval(INTERVAL), how, NO_FINITE_LOGIT)
             self.log_start()
 
     def log_start(self) -> None:
         """Log the method, the versions, and the steps left to vLLM by configuration."""
         packages = ", ".join(f"{name} {version_of(name)}" for name in ("vllm", "torch", "triton"))
-        of = "the logits of " if self.verifier.method == "strict" else ""  # it verifies the copy that vLLM prepares
+        of = "the logits of " if self.verifier.method == "strict" else ""  # verifies the copy that vLLM prepares
         if rule := self.other_rule():
             left = f"all steps, with {rule}"
         elif why := self.sampler.why_processed(LOGPROBS, lists=True):
@@ -133,15 +133,15 @@ class DraftVerification(ListedRows):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Verify one step, with vLLM's arguments, see `Step`, and results.
+        """Verify one step, with vLLM's arguments (see `StepInputs`) and results.
 
         Returns:
-            The logits that log-probabilities are computed from; [batch, num_draft_tokens + 1] int64 token ids; [batch]
-            int32 number of tokens.
+            The logits for computing log-probabilities; [batch, num_draft_tokens + 1] int64 token ids; [batch] int32, the
+            number of tokens.
         """
         rows = logits, draft_logits, draft_sampled, pos, cu_num_logits
         mappings = idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos
-        given = Step(*rows, *mappings, seq_lens_upper_bound_np, verify_draft_sampled)
+        given = StepInputs(*rows, *mappings, seq_lens_upper_bound_np, verify_draft_sampled)
         is_strict, self.listed = self.verifier.method == "strict", None
         if (rule := self.other_rule()) is not None:
             return self.leave(rule, given)
@@ -166,7 +166,7 @@ class DraftVerification(ListedRows):
         call = self.as_call(step, sampling)
         if few is None:
             output = self.output_of(call, step.kind)
-        else:  # without a slot nothing of a request is read
+        else:  # nothing is read for a request without a slot
             call["slots"] = call["slots"].index_fill(0, few.indices, -1)
             output = joined(self.output_of(call, step.kind), self.verify_processed(step, few), few)
         if listing:
@@ -199,7 +199,7 @@ class DraftVerification(ListedRows):
         if is_divided and is_ours:
             max_chunk_logits = len(logits)
         if len(logits) <= max_chunk_logits and not getattr(self, "enable_adaptive_verification", False):
-            self.host_starts = input_batch.cu_num_logits_np  # otherwise the device alone knows the rows
+            self.host_starts = input_batch.cu_num_logits_np  # otherwise only the device knows the rows
         self.num_listed = max_num_logprobs
         with self.making_sampling_masks(returns_masks and is_ours and kind in self.kinds):
             try:
@@ -209,7 +209,7 @@ class DraftVerification(ListedRows):
                 self.host_starts, self.num_listed = None, -1
 
     def other_rule(self) -> str | None:
-        """Return the reason to leave all steps to vLLM, or None: it accepts drafts by a rule that is not supported here."""
+        """Return the reason to leave all steps to vLLM if it accepts drafts by an unsupported rule, or None."""
         if self.watermark_key is not None:
             return "watermarks"
         if self.synthetic_conditional_rates is not None:
@@ -231,15 +231,15 @@ class DraftVerification(ListedRows):
         limit = self.kinds.get(kind, (None, None))[bool(needs & TRUNCATES)]
         return None if limit is None else f"rows that the kernels do not take ({limit})"
 
-    def leave(self, reason: str, given: Step) -> tuple[Tensor, Tensor, Tensor]:
+    def leave(self, reason: str, given: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Let vLLM verify a step by its own method, and count it."""
         self.fallbacks.add(reason, LEFT_TO_VLLM)
         apply_grammar(self.sampler)
-        if self.report is not None:
-            self.report.tick()
+        if self.metrics is not None:
+            self.metrics.tick()
         return super()._verify(*given)  # type: ignore[misc, no-any-return]
 
-    def processed(self, reason: str, step: Step) -> Step:
+    def processed(self, reason: str, step: StepInputs) -> StepInputs:
         """Return a step with logits that vLLM has processed, and count it."""
         self.fallbacks.add(reason, PREPARED)
         apply_grammar(self.sampler)
@@ -247,8 +247,8 @@ class DraftVerification(ListedRows):
         self.compile_once(step)
         return step
 
-    def as_call(self, step: Step, sampling: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the sampler's `packed` for a step whose requests sample like this."""
+    def as_call(self, step: StepInputs, sampling: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the sampler's `packed` for a step, given the sampling arguments."""
         vocab, draft_logits = step.logits.shape[-1], step.draft_logits
         call = sampling | {
             "target_logits": step.logits,
@@ -265,22 +265,22 @@ class DraftVerification(ListedRows):
         if "top_p" in sampling:  # vLLM drew the drafts at the target's temperature, from whole rows
             call["draft_sampling"] = Sampling(temperature=sampling["temperature"])
         if (draft_vocab := draft_logits.shape[-1]) != vocab:
-            call["draft_logits"] = draft_logits[..., :vocab]  # beyond it a draft is no token of the target
+            call["draft_logits"] = draft_logits[..., :vocab]  # ids beyond it are not tokens of the target
             if draft_vocab < vocab:
                 call["draft_vocab_ids"] = first_integers(draft_vocab, step.logits.device)
         return call
 
-    def as_result(self, step: Step, output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
-        """Return an output as `_verify` does, and count the step."""
-        if self.report is not None:
-            self.report.verified(output)
+    def as_result(self, step: StepInputs, output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
+        """Return an output in the form of `_verify`, and count the step."""
+        if self.metrics is not None:
+            self.metrics.verified(output)
         return step.logits, output.token_ids, output.num_tokens
 
     # ---- Calls
 
     @functools.cached_property
     def kinds(self) -> dict[Hashable, tuple[str | None, str | None]]:
-        """Kinds of steps whose kernels are compiled; why the kernels do not take those not truncated, and truncated ones."""
+        """The compiled kinds of steps; for each, the reasons why kernels cannot take untruncated and truncated steps."""
         return {}
 
     @functools.cached_property
@@ -288,8 +288,8 @@ class DraftVerification(ListedRows):
         """Kinds of calls whose arguments have been checked."""
         return set()
 
-    def compile_once(self, step: Step) -> None:
-        """Compile all kernels of a kind at its first step, which vLLM's own warm-up makes."""
+    def compile_once(self, step: StepInputs) -> None:
+        """Compile all kernels of a kind of steps at its first step, which is part of vLLM's own warm-up."""
         if step.kind not in self.kinds:
             as_call = functools.partial(self.as_call, step)
             self.kinds[step.kind] = self.sampler.compile_kernels(self.verifier, as_call, step)
@@ -300,8 +300,8 @@ class DraftVerification(ListedRows):
         adjusts = [each is None for each in call.get("adjustments", ())]
         return verify(self.verifier, call, (kind, *optional, *adjusts), self.checked)
 
-    def verify_processed(self, step: Step, few: Requests) -> SamplerOutput:
-        """Return the output of some requests of a step, from logits that vLLM processes."""
+    def verify_processed(self, step: StepInputs, few: Requests) -> SamplerOutput:
+        """Return the output of some requests of a step, verified from logits that vLLM processes."""
         part, values = step.part(few), self.sampler.slot_values()
         part, slots = part._replace(logits=part.processed(self.sampler)), part.idx_mapping
         if part.draft_logits is not None:  # divided by the temperature in float32, as vLLM has divided the target's

@@ -1,8 +1,8 @@
 """Truncation: the tokens that top-k, top-p and min-p keep of a row, and their statistics.
 
-| file | what is in it |
+| file | content |
 |---|---|
 | `kernel` | the launch: the last token kept of each row |
-| `narrow`, `wide` | where that token is looked for: among the likeliest tokens of a row, or in all of it |
-| `early` | which drafts are rejected or accepted before it is known |
+| `narrow`, `wide` | the search for that token: among a row's likeliest tokens, or in the whole row |
+| `early` | decisions about drafts before that token is known |
 """

@@ -1,14 +1,14 @@
 """Decisions about truncated drafts while rows are read, before any cutoff is known, in Triton.
 
-From the statistics of its blocks the mass that is kept of a row is known within bounds, and p'(x) / q'(x) too. If a draft
-is surely rejected, later rows need not be read; if it is surely accepted, its own rows need not be truncated.
+The statistics of its blocks bound the kept mass of a row, and so p'(x) / q'(x). If a draft is surely rejected, later rows
+need not be read; if it is surely accepted, its own rows need not be truncated.
 """
 
 import triton
 import triton.language as tl
 
 from specdecode.kernels.distribution import add_both
-from specdecode.kernels.first_rejected import post_acceptance
+from specdecode.kernels.first_rejected import publish_acceptance
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.probabilistic import acceptance_terms, accepts, is_possible
 from specdecode.kernels.request import load_draft_limits, load_limits
@@ -23,37 +23,38 @@ ERROR = tl.constexpr(1e-3)
 
 @triton.jit
 def weights_of_maxima(block_max, row_max, temperature):
-    """Return the weights of the largest tokens of blocks, relative to the row's."""
+    """Return the weights of the blocks' largest tokens, relative to the row's largest."""
     return tl.where(block_max > -INFINITY, tl.exp(scaled(block_max, row_max, temperature)), 0.0)
 
 
 @triton.jit
 def sum_rounded_down(masses):
-    """Return the sum of masses of at most 1, as integers, or a little less."""
-    ONE: tl.constexpr = 2**30 // masses.shape[0]  # so that no sum overflows
+    """Return the sum of masses of at most 1 each, rounded down: it is computed in integers."""
+    ONE: tl.constexpr = 2**30 // masses.shape[0]  # no sum overflows int32
     return tl.sum((masses * ONE).to(tl.int32), 0).to(tl.float32) * (1 / ONE)
 
 
 @triton.jit
 def log_least_kept(block_max, row_max, sumexp, temperature, limits, sizes):
-    """Return the logarithm of the least that the tokens that are kept of a row can weigh, as a share of all.
+    """Return the logarithm of a lower bound of a row's kept mass.
 
-    The k likeliest tokens weigh at least what the largest tokens of k blocks do. Of that, or of all, top-p keeps its part.
+    The k likeliest tokens weigh at least as much as the largest tokens of k blocks. Top-p keeps its share of this mass,
+    or of the whole row.
     """
     top_k, top_p, min_p = limits
     least = 1.0
     if (top_k < sizes.vocab_size) | (min_p > 0):
         sorted_max = tl.sort(block_max, descending=True)
         weights = weights_of_maxima(sorted_max, row_max, temperature)
-        is_kept = (tl.arange(0, sizes.MAX_BLOCKS) < top_k) & (weights >= min_p * (1 + ERROR))  # surely, by min-p
+        is_kept = (tl.arange(0, sizes.MAX_BLOCKS) < top_k) & (weights >= min_p * (1 + ERROR))  # surely kept by min-p
         mass = sum_rounded_down(tl.where(is_kept, weights, 0.0))
-        least = tl.maximum(mass, 1.0) / sumexp  # the likeliest token, at least
+        least = tl.maximum(mass, 1.0) / sumexp  # the likeliest token is always kept
     return tl.log(tl.minimum(top_p, 1.0) * tl.minimum(least, 1.0))
 
 
 @triton.jit
 def is_surely_kept(log_share, log_sum, limits, sizes):
-    """Return whether a token is kept, given its log-probability before truncation: if not, it still may be.
+    """Return whether a token is surely kept, given its log-probability before truncation.
 
     Fewer than 1 / p(x) tokens are more likely than x, and all others together weigh 1 - p(x).
     """
@@ -65,7 +66,7 @@ def is_surely_kept(log_share, log_sum, limits, sizes):
 
 @triton.jit
 def may_be_kept(log_share, block_max, p, temperature, limits):
-    """Return whether a token may be kept: not if the largest tokens of other blocks alone leave it out."""
+    """Return whether a token may be kept: no, if the largest tokens of other blocks already exclude it."""
     top_k, top_p, min_p = limits
     shares = weights_of_maxima(block_max, p.row_max, temperature) / p.sumexp
     share = tl.exp(log_share)
@@ -79,8 +80,8 @@ def may_be_kept(log_share, block_max, p, temperature, limits):
 def may_accept(context, noise, inputs, workspace, sizes):
     """Return whether a row's draft may be accepted after truncation, as `probabilistic.decide` does before it.
 
-    If it surely is, that is noted: then its rows need not be truncated. The mass that is kept of either row is known within
-    bounds, and p'(x) / q'(x) with it.
+    If it surely is, this is published: its rows need not be truncated. The kept masses of both rows are bounded, and so
+    is p'(x) / q'(x).
     """
     terms = acceptance_terms(context, inputs, workspace, sizes)
     accepted, is_sure = context.token >= 0, context.token >= 0
@@ -108,9 +109,9 @@ def may_accept(context, noise, inputs, workspace, sizes):
                     block_max, _ = load_draft_statistics(context, True, workspace, sizes)
                     draft_max, draft_sumexp = terms.draft_normalizer.row_max, tl.exp(terms.draft_normalizer.log_sum)
                     log_draft_kept = log_least_kept(block_max, draft_max, draft_sumexp, temperature, limits, sizes)
-            else:  # it gives the kept mass, but not the kept tokens
+            else:  # a given logsumexp has the kept mass, but not the kept tokens
                 is_sure = tl.full([], False, tl.int1)
         is_sure &= log_ratio + log_draft_kept >= ERROR
-    if is_sure & (terms.p.row_max > -INFINITY):  # an empty row still has to be marked in the output
-        post_acceptance(workspace.state_ptr, context, sizes)
+    if is_sure & (terms.p.row_max > -INFINITY):  # an empty row must still be marked in the output
+        publish_acceptance(workspace.state_ptr, context, sizes)
     return accepted, normalizer_of(terms.p), context.token

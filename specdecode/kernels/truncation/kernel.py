@@ -1,11 +1,11 @@
 """Truncation in Triton: the last token that top-k, top-p and min-p keep of a row, and the statistics of the kept tokens.
 
-Kept are the first tokens in the order (logit descending, id ascending), up to the *cutoff*: of equal logits the lower ids. A
-program has one row. It looks for the cutoff among few candidates (`narrow`), several times at most, and if it is not there,
-in the whole row (`wide`).
+The kept tokens are the first in the order (logit descending, id ascending), up to the *cutoff*: of equal logits the lower
+ids. A program has one row. It searches for the cutoff among few candidates (`narrow`), in up to `ATTEMPTS` attempts, and
+then in the whole row (`wide`).
 
-The program stores the cutoff, and replaces the statistics of each block by statistics of its kept tokens. So later steps
-compute with the truncated distribution: where logits are read again, `rows` returns -inf beyond the cutoff.
+The program stores the cutoff, and replaces the statistics of each block by statistics of its kept tokens. So later
+launches compute with the truncated distribution: where logits are read again, `rows` returns -inf beyond the cutoff.
 """
 
 import triton
@@ -52,10 +52,11 @@ from specdecode.kernels.truncation.wide import store_kept, wide_cutoff
 from specdecode.kernels.values import INFINITY, Summary
 
 ATTEMPTS = tl.constexpr(2)
-"""To find the cutoff of top-p among few tokens, at most."""
+"""The most attempts to find the cutoff of top-p among few tokens."""
 
 CAUTION = tl.constexpr(0.6)
-"""Of what top-p leaves out of a row, the part that an attempt leaves out: group maxima weigh less than all tokens."""
+"""The part of top-p's excluded mass that an attempt excludes: less than 1, because group maxima weigh less than all
+tokens."""
 
 
 @triton.jit
@@ -69,18 +70,19 @@ def floor_of(row_max, temperature, limits):
 def level_of(maxima, lowest, seen, share, summary, sizes):
     """Return a logit level that all kept tokens reach; with top-p alone only probably.
 
-    With top-p alone, also return the share of the group maxima that reach it. In the last attempt the maxima had the share
-    `seen`, the candidates `share`. Tokens and maxima are assumed to reach the same part of what is left of their shares.
+    With top-p alone, also return the share of the group maxima that reach it. In the last attempt the maxima had the
+    share `seen`, the candidates `share`. Tokens and maxima are assumed to cover the same fraction of their remaining
+    shares.
     """
     top_k, top_p, min_p = summary.limits
     amounts, goal, slack = tl.full([maxima.shape[0]], 1, tl.int32), top_k, top_k // 16
-    # How many there are is not needed. Without top-k no level has enough, so it is the lowest.
+    # The number of groups is not needed. Without top-k no level has enough groups, so the lowest level is returned.
     total = tl.where(top_k < sizes.vocab_size, ANY_NUMBER, 0)
     if (top_k == sizes.vocab_size) & (min_p == 0):
         amounts = tl.where(maxima < INFINITY, shares_of(maxima, summary.p, summary.temperature), 0)
         total = tl.sum(amounts, 0)
         left_out, unseen = (1 - top_p) * ALL, (total - seen).to(tl.float32)
-        beyond = 0.0  # of the groups within reach
+        beyond = 0.0  # share of the groups that were found
         if sizes.MAX_BLOCKS > LIKELY:
             of_others = tl.where(summary.block_max < lowest, summary.p.block_sums, 0.0)
             beyond = tl.sum(of_others, 0) / summary.p.sumexp * ALL
@@ -132,14 +134,14 @@ def cut(row, every_maximum, maxima_ptr, summary, statistics_ptr, list_ptr, sizes
 
 @triton.jit
 def cut_wide(row, row_max, total, temperature, limits, statistics_ptr, list_ptr, sizes):
-    """Return the cutoff of a row, for `cut`, by reading all of the row."""
+    """Return the cutoff of a row for `cut`, found by reading the whole row."""
     logit, ties = wide_cutoff(row, row_max, total, temperature, limits, sizes)
     return store_kept(statistics_ptr, list_ptr, logit, ties, row, temperature, sizes)
 
 
 @triton.jit
 def locate_row(index, inputs, sizes):
-    """Return the request and offset of a program's row, and whether it is a draft row: these follow the target rows."""
+    """Return the request and offset of a program's row, and whether it is a draft row; draft rows follow the target rows."""
     num_rows = sizes.num_draft_tokens + 1
     request, offset = index // num_rows, (index % num_rows).to(tl.int32)
     of_draft = False
@@ -190,9 +192,9 @@ def row_to_cut(index, inputs, sizes):
 
 
 @triton.jit
-def is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, POSTED: tl.constexpr):
-    """Return whether a row that was read is to be truncated: not if it does not matter, or nothing truncates it."""
-    if POSTED:
+def is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, PUBLISHED: tl.constexpr):
+    """Return whether a row that was read has to be truncated: not if it cannot matter, or its limits are neutral."""
+    if PUBLISHED:
         is_read &= offset <= load_first_rejected(workspace.state_ptr, request, sizes)
         if workspace.logprobs_ptr is None:  # log-probabilities are after truncation
             is_read &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
@@ -202,14 +204,14 @@ def is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, P
 
 @triton.jit
 def keep_cutoff(workspace, index, logit, token):
-    """Keep the cutoff of a row, given the row's index."""
+    """Store the cutoff of a row, given the row's index."""
     tl.store(workspace.cutoffs_ptr + index * 2, logit)
     tl.store(workspace.cutoffs_ptr + index * 2 + 1, token.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def row_of_program(OF_DRAFTS: tl.constexpr, sizes):
-    """Return the index of a program's row: of all rows; or of draft rows, if they have a launch."""
+    """Return the index of a program's row, among all rows, or among draft rows if they have a separate launch."""
     index = tl.program_id(0).to(tl.int64)
     if OF_DRAFTS:
         index += sizes.batch * (sizes.num_draft_tokens + 1).to(tl.int64)
@@ -218,13 +220,13 @@ def row_of_program(OF_DRAFTS: tl.constexpr, sizes):
 
 @triton.jit
 def truncate_kernel(inputs, workspace, sizes, config):
-    """Truncate one row, if it was read and anything truncates it: of all rows; or of draft rows, if they have a launch."""
+    """Truncate one row, if it was read and its limits are not neutral."""
     index = row_of_program(config.OF_DRAFTS, sizes)
     request, offset, of_draft, temperature, limits, is_read = row_to_cut(index, inputs, sizes)
     row = whole_target_row_at(request, offset, inputs, sizes)
     await_launch(config.OVERLAPS)
     admit_next_launch(config.OVERLAPS)
-    is_truncated = is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, config.POSTED)
+    is_truncated = is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, config.PUBLISHED)
     logit, token = -INFINITY, tl.full([], LAST_TOKEN, tl.int32)
     if inputs.drafts.cutoff_ptr is not None:
         if of_draft & is_truncated:
@@ -238,7 +240,7 @@ def truncate_kernel(inputs, workspace, sizes, config):
             draft_row = whole_draft_row_at(request, offset, inputs, sizes)
             logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes)
         else:
-            if inputs.draft.ptr is not None:  # the code is there once for rows that are read alike, which is faster
+            if inputs.draft.ptr is not None:  # rows with the same layout share one copy of the code, which is faster
                 draft_row = whole_draft_row_at(request, offset, inputs, sizes)
                 vocab_size = request.vocab_size
                 if inputs.draft_vocabulary.ids_ptr is not None:

@@ -1,13 +1,13 @@
-"""Truncation among few tokens in Triton: those that are likely enough to be kept of a row, the *candidates*.
+"""Truncation among few tokens in Triton: the *candidates*, tokens of a row that are likely enough to be kept.
 
-1. A *level* is chosen from the maxima of groups of 64 tokens, which reading has left, of `LIKELY` blocks: the k-th largest,
-   say. A group whose maximum reaches the level has a token there, and a token that reaches it is in such a group.
-2. These groups are read, and their tokens that reach the level are listed.
-3. All pairs of candidates are compared: how many tokens come before each, and their mass. So the cutoff follows from the
-   definition.
+1. A *level* is chosen from the maxima of groups of 64 tokens of `LIKELY` blocks, which the launch that reads has stored:
+   the k-th largest, for example. A group has a token at or above the level exactly if its maximum reaches the level.
+2. The groups that reach the level are read, and their tokens that reach it are listed.
+3. All pairs of candidates are compared. This gives the number and the mass of the tokens before each candidate, and the
+   cutoff follows from the definition.
 
-Masses are added up as integers, shares of the row's sum. Unlike a sum of floats, one of integers is the same in any order:
-the cutoff does not depend on how the compiler distributes a tensor over threads.
+Masses are added up as integers, shares of the row's sum. A sum of integers is the same in any order, so the cutoff does
+not depend on how the compiler distributes a tensor over threads.
 """
 
 import triton
@@ -27,25 +27,26 @@ from specdecode.kernels.statistics import WARP
 from specdecode.kernels.values import INFINITY
 
 CANDIDATES, FEW = tl.constexpr(512), tl.constexpr(256)
-"""The most candidates and groups listed of a row; and the most with top-p alone, where searching the whole row is faster."""
+"""The most candidates and groups listed of a row; and the most with top-p alone, beyond which a search of the whole row
+is faster."""
 
 LIKELY = tl.constexpr(64)
-"""Blocks whose groups are looked at, at most: those with the largest maxima."""
+"""The most blocks whose groups are searched: the blocks with the largest maxima."""
 
 LANES_OF_GROUP = tl.constexpr(2)
-"""Threads of a warp whose tokens of a block are a group."""
+"""The number of threads of a warp whose tokens of a block form a group."""
 
 GROUPS, GROUP = tl.constexpr(WARP.value // 2), tl.constexpr(BLOCK_SIZE.value * 2 // WARP.value)
-"""Groups of a block; tokens of a group."""
+"""The number of groups of a block, and of tokens of a group."""
 
 AT_ONCE = tl.constexpr(32)
 """Groups that are read at once."""
 
 WAYS = tl.constexpr(8)
-"""Thresholds that a step of a search tries at once."""
+"""Thresholds that one iteration of a search tries at once."""
 
 DEPTHS, DEEPEST = tl.constexpr(512), tl.constexpr(64)
-"""Distinct levels, down to so many temperatures (of at least 0.5) below the row's maximum; lower ones are not."""
+"""Levels are distinct down to this many temperatures (of at least 0.5) below the row's maximum, and equal below that."""
 
 ALL = tl.constexpr(2.0**30)
 """The sum of a row as an integer."""
@@ -53,7 +54,7 @@ ALL = tl.constexpr(2.0**30)
 ANY_NUMBER = tl.constexpr(2**31 - 1)
 
 NO_ORDER = tl.constexpr(2**63 - 1)
-"""Larger than what `order_of` returns of any token."""
+"""Larger than the `order_of` any token."""
 
 
 def list_size(max_blocks: int) -> int:
@@ -72,7 +73,7 @@ def list_at(workspace, index, sizes):
 
 
 @triton.jit
-def numbers_at(list_ptr):
+def second_list_at(list_ptr):
     """Return a pointer to the second list of a row."""
     return list_ptr + CANDIDATES
 
@@ -98,10 +99,10 @@ def shares_of(logits, p, temperature):
 
 @triton.jit
 def find_threshold(values, amounts, goal, slack, low, high, from_low):
-    """Return the largest x in [low, high] such that the amounts of values >= x add up to a goal, or `low`; and that sum.
+    """Return the largest x in [low, high] at which the amounts of values >= x add up to a goal, or `low`; and this sum.
 
-    A smaller x will do if its sum exceeds the goal by at most `slack`. From `low` on the sum is `from_low`. All are int32,
-    the values at most `high`, and the goal is positive.
+    A smaller x may be returned if its sum exceeds the goal by at most `slack`. The sum at `low` is `from_low`. All are
+    int32, the values at most `high`, and the goal is positive.
     """
     zero = tl.full([], 0, tl.int32)
     low, high, from_low = zero + low, zero + high, zero + from_low
@@ -118,10 +119,10 @@ def find_threshold(values, amounts, goal, slack, low, high, from_low):
 
 @triton.jit
 def level_with(maxima, amounts, goal, slack, total, most, lowest, row_max, temperature):
-    """Return the highest level at or above which the amounts reach a goal, of a `total` (`find_threshold`); and their sum.
+    """Return the highest level at which the amounts at or above it, of a `total`, reach a goal; and their sum.
 
-    If that is more than `most`, it is the next level, from which on the sum is below the goal. It is not below `lowest`,
-    from which on there may be less.
+    If the sum is more than `most`, return the next level, whose sum is below the goal. The level is not below `lowest`,
+    whose sum may be below the goal too. See `find_threshold`.
     """
     scale = DEPTHS / (DEEPEST * tl.maximum(temperature, 0.5))
     depths = -tl.minimum((row_max - maxima) * scale, DEPTHS).to(tl.int32)
@@ -129,19 +130,19 @@ def level_with(maxima, amounts, goal, slack, total, most, lowest, row_max, tempe
     deepest, seen = find_threshold(depths, amounts, goal, slack, -DEPTHS, 0, total)
     deepest += (seen > most).to(tl.int32)
     depth = (1 - deepest) / scale
-    margin = depth * 1e-4 + tl.abs(row_max) * 1e-6  # of rounding: rather more than the goal, but not more than `most`
+    margin = depth * 1e-4 + tl.abs(row_max) * 1e-6  # for rounding: rather exceed the goal, but not `most`
     level = row_max - depth - tl.where(most < ANY_NUMBER, -margin, margin)
     return tl.where(deepest > -DEPTHS, tl.maximum(level, lowest), lowest), seen
 
 
 @triton.jit
 def likely_blocks(summary, list_ptr, sizes):
-    """Return blocks with the largest maxima, [LIKELY], and the level that no other block reaches."""
+    """Return the blocks with the largest maxima, [LIKELY], and a level that no other block reaches."""
     block_max, floor, p = summary.block_max, summary.floor, summary.p
     if sizes.MAX_BLOCKS <= LIKELY:
         return tl.arange(0, sizes.MAX_BLOCKS), floor
     else:
-        blocks_ptr = numbers_at(list_ptr)
+        blocks_ptr = second_list_at(list_ptr)
         ones = tl.full([sizes.MAX_BLOCKS], 1, tl.int32)
         total, goal, slack = tl.sum((block_max >= floor).to(tl.int32), 0), LIKELY * 7 // 8, LIKELY // 8
         level, _ = level_with(block_max, ones, goal, slack, total, LIKELY, floor, p.row_max, summary.temperature)
@@ -149,7 +150,7 @@ def likely_blocks(summary, list_ptr, sizes):
         entries, number = compacted(reaches)
         blocks = tl.reshape(tl.arange(0, sizes.MAX_BLOCKS), reaches.shape)
         tl.store(blocks_ptr + entries, blocks, mask=reaches & (entries < LIKELY))
-        tl.debug_barrier()  # other threads read the list than wrote it
+        tl.debug_barrier()  # the list is read by other threads than those that wrote it
         listed = tl.arange(0, LIKELY)
         blocks = tl.load(blocks_ptr + listed, mask=listed < number, other=sizes.num_blocks).to(tl.int32)
         return blocks, tl.where(number <= LIKELY, level, INFINITY)
@@ -169,9 +170,9 @@ def compacted(is_listed):
 
 @triton.jit
 def load_maxima(pointer, statistics_ptr, blocks, row):
-    """Return the groups of some blocks of a row, and their maxima, -inf beyond its last block.
+    """Return the groups of some blocks of a row, and their maxima, -inf beyond the last block.
 
-    In a block with NaN, whose sum is NaN, a maximum may be wrong: there it is INFINITY.
+    In a block with NaN, whose sum is NaN, group maxima may be wrong, so INFINITY is returned.
     """
     NUMBER: tl.constexpr = blocks.shape[0] * GROUPS
     groups = tl.reshape(blocks[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :], [NUMBER])
@@ -184,7 +185,7 @@ def load_maxima(pointer, statistics_ptr, blocks, row):
 
 @triton.jit
 def tokens_of_groups(groups, BLOCK_N: tl.constexpr):
-    """Return the token ids of groups, [groups, GROUP]; `BLOCK_N` are the tokens of a block that a warp loads at once."""
+    """Return the token ids of groups, [groups, GROUP]; a warp loads `BLOCK_N` tokens of a block at once."""
     each, width = tl.arange(0, GROUP)[None, :], BLOCK_N // GROUPS
     starts = groups // GROUPS * BLOCK_SIZE + groups % GROUPS * width
     return starts[:, None] + each // width * BLOCK_N + each % width
@@ -194,7 +195,7 @@ def tokens_of_groups(groups, BLOCK_N: tl.constexpr):
 def list_tokens(level, groups, maxima, most, row, list_ptr, sizes):
     """List the tokens of a row that reach a level, given groups and their maxima; return their number, if at most `most`."""
     BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
-    groups_ptr = numbers_at(list_ptr)
+    groups_ptr = second_list_at(list_ptr)
     reaches = tl.reshape(maxima >= level, [groups.shape[0] // WARP, WARP])
     positions, num_groups = compacted(reaches)
     tl.debug_barrier()  # the earlier list may still be read
@@ -218,7 +219,7 @@ def list_tokens(level, groups, maxima, most, row, list_ptr, sizes):
 
 @triton.jit
 def load_candidates(list_ptr, found, MOST: tl.constexpr):
-    """Return the `order_of` candidates, and their logits; -inf where there are no more."""
+    """Return the `order_of` candidates, and their logits, -inf after the last candidate."""
     listed = tl.arange(0, MOST)
     order = tl.load(list_ptr + listed, mask=listed < found, other=-NO_ORDER)
     logits, _ = token_in_order(order)
@@ -229,7 +230,8 @@ def load_candidates(list_ptr, found, MOST: tl.constexpr):
 def cut_candidates(list_ptr, found, is_complete, summary, MOST: tl.constexpr):
     """Return the `order_of` the last candidate that is kept; and the share of all candidates up to the k-th.
 
-    Top-p's share is of the row, or of that if top-k and min-p keep no other tokens (`is_complete`).
+    Top-p applies to the whole row, or to that share if the candidates have all tokens that top-k and min-p keep
+    (`is_complete`).
     """
     top_k, top_p, min_p = summary.limits
     p, temperature = summary.p, summary.temperature
@@ -252,10 +254,10 @@ def cut_candidates(list_ptr, found, is_complete, summary, MOST: tl.constexpr):
 def store_kept_candidates(statistics_ptr, last, list_ptr, found, summary, sizes):
     """Replace the statistics of a row's blocks by statistics of the kept candidates, up to `last`."""
     every_block = tl.arange(0, sizes.MAX_BLOCKS)
-    inside, sums_ptr = every_block < sizes.num_blocks, numbers_at(list_ptr)
+    inside, sums_ptr = every_block < sizes.num_blocks, second_list_at(list_ptr)
     tl.store(statistics_ptr + every_block * 2, summary.block_max, mask=inside)
     tl.store(sums_ptr + every_block, tl.zeros([sizes.MAX_BLOCKS], tl.int64), mask=inside)
-    tl.debug_barrier()  # other threads change the stored statistics
+    tl.debug_barrier()  # other threads change the stored statistics next
     order, logits = load_candidates(list_ptr, found, CANDIDATES)
     _, token_ids = token_in_order(order)
     is_kept, blocks = (logits > -INFINITY) & (order >= last), token_ids // BLOCK_SIZE

@@ -1,12 +1,12 @@
 """The cutoff of a wide row in Triton: a row that keeps too many tokens to compare all candidates in pairs.
 
-The cutoff's logit is the largest logit with enough tokens at or above it: k tokens, or a mass of top_p. The search keeps a
-lower logit that is enough and an upper logit that is not; each pass over the row tries three logits between them: first
-an estimate from a few blocks, then points around the linear interpolation of the two amounts, and the middle. Logits
-are compared as *ordinals*, integers in the same order, of 16, 19 or 32 bits by the row's dtype.
+The cutoff's logit is the largest logit with enough tokens at or above it: k tokens, or a mass of top_p. The search keeps
+a lower logit with enough and an upper logit with too few; each pass over the row tries three logits between them: first
+an estimate from a few blocks, then points around the linear interpolation of the two amounts, and the middle. Logits are
+compared as *ordinals*, integers in the same order, of 16, 19 or 32 bits by the row's dtype.
 
-Of the tokens with exactly the cutoff's logit, the lowest ids are kept, as many as needed: a last pass finds them, and stores
-the statistics of the kept tokens.
+Of the tokens with exactly the cutoff's logit, the lowest ids are kept, as many as needed. A last pass finds them, and
+stores the statistics of the kept tokens.
 """
 
 import triton
@@ -27,14 +27,14 @@ from specdecode.kernels.rows import (
     tokens_of,
 )
 from specdecode.kernels.statistics import load_statistics, store_both, store_statistics, sum_blocks, sum_in_order
-from specdecode.kernels.truncation.narrow import NO_ORDER, numbers_at, order_of, token_in_order
+from specdecode.kernels.truncation.narrow import NO_ORDER, order_of, second_list_at, token_in_order
 from specdecode.kernels.values import INFINITY, WeighedRow, ordinal_shift
 
 LOWEST_KEY = tl.constexpr(-0x7F800000)
-"""Of the smallest finite logit."""
+"""The ordinal of the smallest finite logit."""
 
 BLOCKS = tl.constexpr(8)
-"""Blocks that are read at once: one by each warp is best."""
+"""Blocks that are read at once; one for each warp was fastest."""
 
 SAMPLE = tl.constexpr(2048)
 """Tokens for the first estimate: some of each block, because likely tokens may be in few blocks."""
@@ -43,7 +43,7 @@ DOUBT = tl.constexpr(0.1)
 """The relative error of the estimate in most rows."""
 
 HALVINGS = tl.constexpr(5)
-"""By which these logits are found."""
+"""Weights at which the estimate is bracketed."""
 
 ROUNDING = tl.constexpr(1e-5)
 """An upper bound of a sum's relative error."""
@@ -72,12 +72,14 @@ def amounts(logits, row_max, scale):
 
 @triton.jit
 def amounts_from(thresholds, row, row_max, scale, sizes):
-    """Return the amounts from three finite logits on.
+    """Return the amounts of the tokens at or above each of three finite logits.
 
-    Each lane of `BLOCKS` blocks adds up its own; so the order of additions is the same for any number of warps.
+    Each lane of `BLOCKS` blocks is summed separately, so the order of additions is the same for any number of warps.
     """
     first, second, third = thresholds
-    BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth  # of a block, of a warp
+    BLOCK_N: tl.constexpr = (
+        WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
+    )  # of a block, in one load of a warp
     from_first = tl.zeros([BLOCKS, BLOCK_N], tl.float32)
     from_second, from_third = from_first, from_first
     raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, BLOCK_N)
@@ -87,7 +89,7 @@ def amounts_from(thresholds, row, row_max, scale, sizes):
         for part in tl.static_range(len(read)):
             logits = read[part].to(tl.float32)
             each = amounts(logits, row_max, scale)
-            # No comparison holds of NaN, nor of -inf.
+            # Neither NaN nor -inf reaches a threshold.
             from_first += tl.where(logits >= first, each, 0.0)
             from_second += tl.where(logits >= second, each, 0.0)
             from_third += tl.where(logits >= third, each, 0.0)
@@ -103,9 +105,9 @@ def sum_lanes(weights):
 
 @triton.jit
 def suggest(weighed, by_count, goal, least, sizes):
-    """Return two logits that probably enclose the logit with the amount `goal`, estimated from a few blocks of the row.
+    """Return two logits that probably bracket the logit with the amount `goal`, estimated from a few blocks of the row.
 
-    Tokens with weights below `least` have less mass together than top-p leaves out.
+    Tokens with weights below `least` have together less mass than top-p excludes.
     """
     row, row_max, scale, total = weighed
     BLOCK_N: tl.constexpr = SAMPLE // sizes.MAX_BLOCKS
@@ -113,7 +115,7 @@ def suggest(weighed, by_count, goal, least, sizes):
     logits = tl.reshape(logits, [SAMPLE])
     each = tl.where(logits > -INFINITY, amounts(logits, row_max, tl.where(by_count, 0.0, scale)), 0.0)
     share = BLOCK_N / BLOCK_SIZE
-    # With a mass, the rest spreads over many tokens, so a few blocks estimate it well; the kept mass may lie in few tokens.
+    # The excluded mass spreads over many tokens, so a few blocks estimate it well; the kept mass may lie in few tokens.
     amount, error = tl.sum(each, 0) - (total - goal) * share, DOUBT * (total - goal) * share
     amount, error = tl.where(by_count, goal * share, amount), tl.where(by_count, 3 * tl.sqrt(goal * share) + 1, error)
     lowest = tl.min(tl.where(logits > -INFINITY, logits, row_max), 0)
@@ -131,7 +133,7 @@ def suggest(weighed, by_count, goal, least, sizes):
 
 @triton.jit
 def narrow(bracket, ordinal, amount, goal):
-    """Return the bracket, narrowed by the amount from an ordinal on."""
+    """Return the bracket, narrowed by the amount at an ordinal."""
     low, high, from_low, beyond_high = bracket
     is_enough = amount >= goal
     raises, lowers = is_enough & (ordinal >= low), (is_enough == 0) & (ordinal - 1 < high)
@@ -165,7 +167,7 @@ def guess(bracket, by_count, goal, is_near, weighed, SHIFT: tl.constexpr):
 
 @triton.jit
 def within(ordinals, low, high):
-    """Return three ordinals between two."""
+    """Return the three ordinals, clamped to lie between two others."""
     high = tl.maximum(high, low)
     first, second, third = ordinals
     first, second = tl.minimum(tl.maximum(first, low), high), tl.minimum(tl.maximum(second, low), high)
@@ -174,16 +176,16 @@ def within(ordinals, low, high):
 
 @triton.jit
 def find_cutoff_ordinal(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.constexpr):
-    """Return the largest ordinal with an amount >= `goal` at or above it, or `low`; that amount; the amount above it.
+    """Return (the largest ordinal with an amount >= `goal` at or above it, or `low`; this amount; the amount above it).
 
-    From `low` on the mass is `mass`.
+    The mass at or above `low` is `mass`.
     """
     row, row_max, scale, _ = weighed
     high = tl.maximum(ordinal_of(row_max, SHIFT), low)
     least = tl.maximum(mass - goal, mass * ROUNDING) / sizes.vocab_size
     logit_more, logit_less = suggest(weighed, by_count, goal, least, sizes)
     more, less = ordinal_of(logit_more, SHIFT), ordinal_of(logit_less, SHIFT) + 1
-    is_enough = (by_count == 0) & (mass - goal > mass * ROUNDING)  # from the lowest on; or that is tried
+    is_enough = (by_count == 0) & (mass - goal > mass * ROUNDING)  # at the lowest ordinal; if unknown, that is tried
     first = tl.where(is_enough, ordinal_of(logit_more / 2 + logit_less / 2, SHIFT), low)
     ordinals = within((first, more, less), low, high)
     bracket = low, high, tl.where(is_enough, mass, 0.0), 0.0
@@ -197,7 +199,7 @@ def find_cutoff_ordinal(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.con
         bracket = narrow(bracket, second, from_second, goal)
         bracket = narrow(bracket, third, from_third, goal)
         low, high, from_low, beyond_high = bracket
-        # Not enough from the lowest on: then that is it.
+        # Not even the lowest ordinal has enough: return it.
         searching = (low < high) & (from_low >= goal)
         is_near = (low >= more) & (high < less)
         first, second, third = guess(bracket, by_count, goal, is_near, weighed, SHIFT)
@@ -223,7 +225,7 @@ def least_ordinal(row_max, min_p, temperature, SHIFT: tl.constexpr):
 
 @triton.jit
 def kept_mass(ordinal, ties, weighed, sizes, SHIFT: tl.constexpr):
-    """Return the mass from an ordinal on, of whose own tokens so many are kept."""
+    """Return the mass of the tokens above an ordinal and of the first `ties` tokens at it."""
     row, row_max, scale, _ = weighed
     this, following = logit_at(ordinal, SHIFT), logit_at(ordinal + 1, SHIFT)
     with_ties, without, _ = amounts_from((this, following, following), row, row_max, scale, sizes)
@@ -232,7 +234,7 @@ def kept_mass(ordinal, ties, weighed, sizes, SHIFT: tl.constexpr):
 
 @triton.jit
 def last_token(lowest, row, sizes):
-    """Return the last token in the order, of those with a logit from `lowest` on: its logit and its id."""
+    """Return the logit and id of the last token in the order among tokens with a logit >= `lowest`."""
     last = tl.full([BLOCKS, BLOCK_SIZE], NO_ORDER, tl.int64)
     for block in range(0, sizes.num_blocks, BLOCKS):
         token_ids = part_of_blocks(tl.arange(0, BLOCKS) + block, 0, BLOCK_SIZE, BLOCK_SIZE)
@@ -244,14 +246,14 @@ def last_token(lowest, row, sizes):
 
 @triton.jit
 def wide_cutoff(row, row_max, total, temperature, limits, sizes):
-    """Return the lowest kept logit of a row with a finite maximum, where T > 0, and the number of kept tokens with it."""
+    """Return the lowest kept logit of a row with a finite maximum, where T > 0, and the number of kept ties with it."""
     SHIFT: tl.constexpr = ordinal_shift(row.ptr.dtype.element_ty, row.adjustments)
     top_k, top_p, min_p = limits
     scale = base_2_scale(temperature)
     weighed = WeighedRow(row, row_max, scale, total)
     ordinal = least_ordinal(row_max, min_p, temperature, SHIFT)
     ties, mass = EVERY_TIE, total
-    for criterion in range(2):  # as many as top-k keeps, then top-p's share of the mass of that
+    for criterion in range(2):  # first the tokens that top-k keeps, then top-p's share of their mass
         by_count = criterion == 0
         if (by_count & (top_k < sizes.vocab_size)) | ((by_count == 0) & (top_p < 1)):
             if (by_count == 0) & ((top_k < sizes.vocab_size) | (min_p > 0)):
@@ -268,7 +270,7 @@ def wide_cutoff(row, row_max, total, temperature, limits, sizes):
 
 @triton.jit
 def find_tie(logit, nth, block, row):
-    """Return the `nth` token of a block that has a logit."""
+    """Return the `nth` token of a block with a given logit."""
     token_ids = tokens_of(block)
     is_tie = (load_logits(row, token_ids, True) == logit).to(tl.int32)
     return tl.max(tl.where((is_tie == 1) & (tl.cumsum(is_tie, 0) == nth), token_ids, 0), 0)
@@ -278,7 +280,7 @@ def find_tie(logit, nth, block, row):
 def store_kept(statistics_ptr, list_ptr, logit, ties, row, temperature, sizes):
     """Replace the statistics of a row's blocks by statistics of the kept tokens; return the last token's logit and id."""
     BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
-    ties_ptr = numbers_at(list_ptr).to(tl.pointer_type(tl.float32), bitcast=True)
+    ties_ptr = second_list_at(list_ptr).to(tl.pointer_type(tl.float32), bitcast=True)
     raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, BLOCK_N)
     for block in range(0, sizes.num_blocks, BLOCKS):
         following = load_stored_blocks(row, tl.arange(0, BLOCKS) + (block + BLOCKS), True, False, BLOCK_N)  # in flight
@@ -292,7 +294,7 @@ def store_kept(statistics_ptr, list_ptr, logit, ties, row, temperature, sizes):
         store_statistics(statistics_ptr, None, parts, block, temperature, sizes, BLOCKS, True)
         num_ties = tl.sum(is_tie, 1)
         store_both(ties_ptr, num_ties, num_ties, block, sizes, BLOCKS)
-    tl.debug_barrier()  # other threads read the stored ties than wrote them
+    tl.debug_barrier()  # the ties are read by other threads than those that wrote them
     _, num_ties = load_statistics(ties_ptr, True, sizes)
     most = tl.minimum(ties, tl.sum(num_ties, 0))
     kept = tl.minimum(tl.maximum(most - (tl.cumsum(num_ties, 0) - num_ties), 0.0), num_ties)
@@ -308,7 +310,7 @@ def store_kept(statistics_ptr, list_ptr, logit, ties, row, temperature, sizes):
 
 @triton.jit
 def add_ties(statistics_ptr, logit, ties, temperature, sizes):
-    """Add tokens with a logit, so many in each block, to the statistics of blocks that have greater ones or none."""
+    """Add `ties` tokens with a logit to each block's statistics, which cover greater logits or none."""
     blocks = tl.arange(0, ties.shape[0])
     inside = blocks < sizes.num_blocks
     block_max = tl.load(statistics_ptr + blocks * 2, mask=inside, other=-INFINITY)

@@ -1,6 +1,6 @@
-"""What is asked for of the rows of emitted tokens in PyTorch: their likeliest tokens, and which are kept of them.
+"""Lists for the rows of emitted tokens in PyTorch: their likeliest tokens, and their kept sets.
 
-Both are of the row as tokens are drawn from it, adjusted and truncated; the likeliest tokens also of the raw row.
+Both use the row that tokens are drawn from, adjusted and truncated; the likeliest tokens can also use the raw row.
 """
 
 from typing import Any
@@ -10,30 +10,30 @@ from torch import Tensor
 
 from specdecode.batch import MOST_KEPT, SamplerOutput, VerificationBatch
 from specdecode.eager.greedy import argmax
+from specdecode.eager.inputs import Inputs
 from specdecode.eager.selection import Compute, Rows, block_sums, by_kind, exp_scaled, point_masses
-from specdecode.eager.steps import Steps
 from specdecode.eager.truncation import RowSampling, read
 
 
-def with_report(steps: Steps, raw_logits: Any, output: SamplerOutput, batch: VerificationBatch) -> SamplerOutput:
-    """Return the output with what else is asked for of the rows of its tokens.
+def with_lists(inputs: Inputs, raw_logits: Any, output: SamplerOutput, batch: VerificationBatch) -> SamplerOutput:
+    """Return the output with the requested lists for the rows of its tokens.
 
     Args:
-        steps: the batch.
-        raw_logits: [batch, num_draft_tokens + 1, vocab] the target's, not adjusted.
-        output: what the step decided.
-        batch: says what is asked for.
+        inputs: the batch.
+        raw_logits: [batch, num_draft_tokens + 1, vocab] target logits, not adjusted.
+        output: the output without lists.
+        batch: defines which lists are requested.
     """
     is_behind = output.token_ids < 0
     if batch.top_logprobs > 0:
         is_raw = batch.logprobs == "raw"
-        token_ids, logprobs = top_logprobs(steps, raw_logits if is_raw else None, batch.top_logprobs)
+        token_ids, logprobs = top_logprobs(inputs, raw_logits if is_raw else None, batch.top_logprobs)
         output = output._replace(
             top_token_ids=token_ids.masked_fill(is_behind[..., None], -1),
             top_logprobs=logprobs.masked_fill(is_behind[..., None], torch.nan),
         )
     if batch.kept_sets:
-        num_kept, token_ids, cutoff = kept_sets(steps)
+        num_kept, token_ids, cutoff = kept_sets(inputs)
         output = output._replace(
             num_kept=num_kept.masked_fill(is_behind, 0),
             kept_token_ids=token_ids.masked_fill(is_behind[..., None], -1),
@@ -42,16 +42,17 @@ def with_report(steps: Steps, raw_logits: Any, output: SamplerOutput, batch: Ver
     return output
 
 
-def top_logprobs(steps: Steps, raw_logits: Any | None, count: int) -> tuple[Tensor, Tensor]:
+def top_logprobs(inputs: Inputs, raw_logits: Any | None, count: int) -> tuple[Tensor, Tensor]:
     """Return the likeliest tokens of each row, and their log-probabilities.
 
     Args:
-        steps: the batch.
-        raw_logits: [batch, num_draft_tokens + 1, vocab] if they are of these at temperature 1, untruncated; else None.
-        count: how many.
+        inputs: the batch.
+        raw_logits: [batch, num_draft_tokens + 1, vocab] for the raw rows, at temperature 1, untruncated; None for the
+            sampled rows.
+        count: the number of tokens.
 
     Returns:
-        [batch, num_draft_tokens + 1, count] int64 and float32; -1 and -inf where there are no more.
+        [batch, num_draft_tokens + 1, count] int64 and float32; -1 and -inf after the last possible token.
     """
 
     def of_rows(logits: Tensor, sampling: RowSampling, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -61,15 +62,15 @@ def top_logprobs(steps: Steps, raw_logits: Any | None, count: int) -> tuple[Tens
         token_ids = alone(argmax(logits)[0], count)
         return token_ids, torch.zeros_like(token_ids, dtype=torch.float32).masked_fill_(token_ids < 0, -torch.inf)
 
-    return of_all_rows(steps, raw_logits, of_rows, of_point_mass)
+    return of_all_rows(inputs, raw_logits, of_rows, of_point_mass)
 
 
-def kept_sets(steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
+def kept_sets(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Return the number of kept tokens of each row, their ids, and the last kept id.
 
     Returns:
         [batch, num_draft_tokens + 1] int32; [batch, num_draft_tokens + 1, MOST_KEPT] int32; [batch, num_draft_tokens + 1]
-        int64, -1 where nothing truncates a row.
+        int64, -1 for rows that are not truncated.
     """
 
     def of_rows(logits: Tensor, sampling: RowSampling, greedy: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,13 +81,13 @@ def kept_sets(steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
         token_ids = argmax(logits)[0]
         return torch.ones_like(token_ids, dtype=torch.int32), alone(token_ids, MOST_KEPT).to(torch.int32), token_ids
 
-    return of_all_rows(steps, None, of_rows, of_point_mass)
+    return of_all_rows(inputs, None, of_rows, of_point_mass)
 
 
-def of_all_rows(steps: Steps, raw_logits: Any | None, of_rows: Compute, of_point_mass: Compute) -> tuple[Any, ...]:
+def of_all_rows(inputs: Inputs, raw_logits: Any | None, of_rows: Compute, of_point_mass: Compute) -> tuple[Any, ...]:
     """Apply `of_rows` to all rows, and `of_point_mass` to the rows of greedy requests."""
-    sampling = steps.sampling if raw_logits is None else RowSampling(torch.ones_like(steps.temperature))
-    logits, greedy = (steps.target_logits, steps.greedy) if raw_logits is None else (raw_logits, False)
+    sampling = inputs.sampling if raw_logits is None else RowSampling(torch.ones_like(inputs.temperature))
+    logits, greedy = (inputs.target_logits, inputs.greedy) if raw_logits is None else (raw_logits, False)
     return by_kind(greedy, of_rows, of_point_mass, logits.shape[1:].numel(), logits, sampling.at(slice(None), None))
 
 
@@ -118,21 +119,21 @@ def likeliest(rows: Rows, temperature: Tensor, count: int) -> tuple[Tensor, Tens
     sums = block_sums(exp_scaled(logits, row_max, temperature)).sum(dim=-1, keepdim=True)
     is_none = values == -torch.inf
     logprobs = ((values - row_max) / temperature - sums.log()).to(torch.float32)
-    more = 0, count - values.shape[-1]  # than there are tokens
+    more = 0, count - values.shape[-1]  # entries than tokens
     token_ids = torch.nn.functional.pad(token_ids.masked_fill(is_none, -1), more, value=-1)
     return token_ids, torch.nn.functional.pad(logprobs, more, value=-torch.inf)
 
 
 def listed(is_kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of kept tokens, [...] int32, and their ids, [..., MOST_KEPT] int32: no ids if they do not fit."""
+    """Return the number of kept tokens, [...] int32, and their ids, [..., MOST_KEPT] int32; no ids if they do not fit."""
     ids = torch.arange(is_kept.shape[-1], dtype=torch.int32, device=is_kept.device)
     num_kept = is_kept.sum(dim=-1)
     is_listed = is_kept & (num_kept <= MOST_KEPT)[..., None]
-    entries = (is_kept.cumsum(dim=-1) - 1).where(is_listed, MOST_KEPT)  # one more entry collects the rest
+    entries = (is_kept.cumsum(dim=-1) - 1).where(is_listed, MOST_KEPT)  # one more entry collects all other tokens
     token_ids = ids.new_full((*is_kept.shape[:-1], MOST_KEPT + 1), -1)
     return num_kept.to(torch.int32), token_ids.scatter_(-1, entries, ids.expand_as(entries))[..., :MOST_KEPT]
 
 
 def alone(token_ids: Tensor, count: int) -> Tensor:
-    """Return lists of so many entries that have one token each, [..., count] int64, given [...] int64."""
+    """Return lists with one token, padded with -1, [..., count] int64, given token ids [...] int64."""
     return torch.nn.functional.pad(token_ids[..., None], (0, count - 1), value=-1)

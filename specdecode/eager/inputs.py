@@ -1,4 +1,4 @@
-"""A verification step in PyTorch: its batch as tensors."""
+"""The inputs of a verification step in PyTorch, as tensors."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from specdecode.noise import Domain
 from specdecode.synthetic import AcceptanceSchedule
 
 
-class Steps:
-    """A batch with a tensor for each option that may be one number for all requests."""
+class Inputs:
+    """A batch in which every option is a tensor, also options given as one number for all requests."""
 
     def __init__(self, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
         size, rows, self.vocab = batch.target_logits.shape
@@ -49,9 +49,9 @@ class Steps:
         return uniform(*self._accept_counters(), Domain.ACCEPT)
 
     def log_uniforms(self, fresh: bool = False) -> Tensor:
-        """Return the logarithms of `uniforms`, computed in the dtype to compute in, as float64.
+        """Return the logarithms of `uniforms`, computed in the dtype of computation, as float64.
 
-        If `fresh`, the counter has the draft's offset in it, so a later step at the same positions has other numbers.
+        If `fresh`, the counter contains the draft's offset, so that a later step at the same positions has other numbers.
         """
         return log_uniform(*self._accept_counters(fresh), Domain.ACCEPT, self.temperature.dtype)
 
@@ -67,32 +67,32 @@ class Steps:
         Args:
             num_accepted: [batch] int64.
             emitted: [batch] int64, the token after each request's accepted drafts.
-            accepted_empty: [batch, num_draft_tokens] bool, whether a draft's target row has no finite logit.
-            emitted_empty: [batch] bool, whether the target row of `emitted` has none.
+            accepted_empty: [batch, num_draft_tokens] bool, whether the target row of a draft has no finite logit.
+            emitted_empty: [batch] bool, whether the target row of `emitted` has no finite logit.
         """
         last = num_accepted[:, None]
         is_behind = self.offsets > last
         token_ids = torch.cat([self.draft_token_ids, emitted[:, None]], dim=1).masked_fill_(is_behind, -1)
         token_ids.scatter_(1, last, emitted[:, None])
-        # A draft was accepted where the next slot is not behind the last token.
+        # A draft was accepted if the next slot is not after the last token.
         invalid = (accepted_empty > is_behind[:, 1:]).any(dim=1) | emitted_empty
         return SamplerOutput(token_ids, num_accepted.to(torch.int32), self.num_drafts.to(torch.int32), invalid)
 
 
 def seeds_and_positions(batch: RowBatch | VerificationBatch, requests: Tensor) -> tuple[Tensor, Tensor]:
-    """Return every request's seed and position, [batch] int64, given 0, 1, ..."""
+    """Return the seed and position of each request, [batch] int64, given `requests` 0, 1, ..."""
     seeds = batch.seeds if isinstance(batch.seeds, Tensor) else requests + batch.seeds
     if batch.positions is None:
-        return seeds, requests[:1].expand_as(requests)  # zeros, for which a GPU launches nothing
+        return seeds, requests[:1].expand_as(requests)  # zeros without a launch on a GPU
     return seeds, batch.positions
 
 
 def row_temperature(temperature: Tensor | float, *logits: Tensor) -> tuple[Tensor, Tensor | bool]:
-    """Return one temperature per request, > 0 and in the dtype to compute in, and which requests are greedy.
+    """Return the temperature of each request, > 0 and in the dtype of computation, and whether the request is greedy.
 
-    The dtype is float64 for float64 logits, else float32. What it cannot hold goes to its nearest positive number, so that
-    only 0 is greedy; a greedy request's temperature is not used. Values that could not be checked on the host are made
-    harmless: NaN and negative ones are greedy.
+    The dtype is float64 for float64 logits, float32 otherwise. A temperature outside its range becomes the nearest
+    positive number, so that only 0 is greedy. A greedy request's temperature is not used. Values that could not be
+    checked on the host are made harmless: NaN and negative temperatures are greedy.
 
     Returns:
         [batch] temperatures; [batch] bool, or one bool for all.

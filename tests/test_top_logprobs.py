@@ -23,11 +23,11 @@ NAN, INF = float("nan"), float("inf")
 
 
 def check_against_fractions(rows: int = 60) -> None:
-    """Of random rows of whole numbers as weights, both are what a sort of fractions and a sum of them say."""
+    """For random rows of integer weights, both lists equal the results of sorting and adding exact fractions."""
     random = np.random.default_rng(0)
     for _ in range(rows):
         weights = random.integers(0, 12, size=8)
-        weights[random.integers(8)] += 1  # one at least is not 0; many are equal
+        weights[random.integers(8)] += 1  # at least one is not 0; many are equal
         options = {"top_k": int(random.integers(0, 9)), "top_p": float(random.choice([1.0, 0.83])), "min_p": 0.0}
         squared = [Fraction(int(weight) ** 2) for weight in weights]  # at temperature 1/2
         kept = kept_tokens([weight / sum(squared) for weight in squared], **options)
@@ -90,7 +90,7 @@ def test_mistakes_in_the_reference_are_caught(mutant):
 
 
 def listed(place: tuple[str, str], logits: Tensor, **options: Any) -> SamplerOutput:
-    """The output of a step without drafts for some rows, which is the oracle's."""
+    """Return the output of a step without drafts for some rows, after comparing it with the oracle's."""
     requests = len(logits)
     call = {
         "target_logits": logits[:, None],

@@ -1,6 +1,7 @@
-"""What listing likeliest tokens and kept sets costs beside the same call with log-probabilities alone.
+"""The cost of likeliest tokens and kept sets, compared with the same call with log-probabilities alone.
 
-`pytest --benchmark-only tests/benchmarks/test_report.py`. Times are taken as in `test_gpu`. A kept set writes 4 KB a row.
+`pytest --benchmark-only tests/benchmarks/test_top_logprobs.py`. Times are taken as in `test_gpu`.
+A kept set writes 4 KB a row.
 """
 
 import pytest

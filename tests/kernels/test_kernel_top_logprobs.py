@@ -1,4 +1,4 @@
-"""Lists of the likeliest tokens and kept sets take one launch more, and a warm-up compiles it."""
+"""Lists of likeliest tokens and kept sets need one more launch, and a warm-up compiles it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ from tests.support.kernels import (
 
 
 def arguments_of(kind: str, batch: Case, of: str | None, options: Any, count: int, **more: Any) -> tuple:
-    """A kind of call that asks for both lists."""
+    """A kind of call that requests both lists."""
     method, plain, schedule = checked(kind, batch.to(DEVICE))
     numbers = plain.temperature, plain.seeds, plain.positions
     tensors = plain.target_logits, plain.draft_token_ids, plain.draft_logits, plain.draft_logsumexp, *numbers
@@ -31,7 +31,7 @@ def arguments_of(kind: str, batch: Case, of: str | None, options: Any, count: in
 
 
 def made_by(call: Callable[[], Any]) -> list:
-    """The launches of all steps that are made, and what each is compiled for."""
+    """Return the launches of all steps, and the signature of each."""
     with mock.patch.object(Plan, "run", autospec=True) as run:
         call()
     launches = [each for made in run.call_args_list for each in made.args[0].launches]

@@ -1,4 +1,4 @@
-"""The log lines for operators of vLLM: at the start, of the intervals; and the page that shows them."""
+"""The log lines of the vLLM adapter: at the start and after intervals; and the page that shows them."""
 
 import logging
 import re
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specdecode import integrations, kernels
-from specdecode.integrations.engine import MOST_OUTPUTS, Fallbacks, Interval, Report
+from specdecode.integrations.engine import MOST_OUTPUTS, Fallbacks, Interval, StepMetrics
 from specdecode.integrations.vllm import DraftVerification, compat, logger, verification
 from specdecode.integrations.vllm.compat import INTERVAL
 from specdecode.integrations.vllm.plugin import GATHERED, AdvisedRunner
@@ -32,46 +32,46 @@ from tests.support.vllm import (
 PAGES = [Path(__file__).parent.parent / "docs" / "use" / name for name in ("troubleshooting.md", "vllm.md")]
 
 
-def report_to(fallbacks, interval=60):
-    """A report by a clock that stands still."""
-    return Report(fallbacks, interval, "left to vLLM", NO_FINITE_LOGIT, clock=Clock())
+def metrics_of(fallbacks, interval=60):
+    """Return metrics with a clock that stands still."""
+    return StepMetrics(fallbacks, interval, "left to vLLM", NO_FINITE_LOGIT, clock=Clock())
 
 
 @pytest.fixture
-def report():
-    """A report with a line a minute."""
-    return report_to(Fallbacks(logger))
+def metrics():
+    """Metrics with a line a minute."""
+    return metrics_of(Fallbacks(logger))
 
 
 # ---- The line of an interval -----------------------------------------------------------------------------------------
 
 
-def test_an_interval_has_one_line_of_what_happened_in_it(report, caplog):
+def test_an_interval_has_one_line_of_what_happened_in_it(metrics, caplog):
     caplog.set_level(logging.INFO)
     for seconds in (100, 130, 161):
-        report.clock.now = seconds
-        report.verified(counted_output([2, 0, 0], [3, 3, 0]))
-    report.fallbacks.add("watermarks", "")
-    report.tick()
+        metrics.clock.now = seconds
+        metrics.verified(counted_output([2, 0, 0], [3, 3, 0]))
+    metrics.fallbacks.add("watermarks", "")
+    metrics.tick()
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [
         "specdecode: in 61 s 3 steps verified, 0 left to vLLM, acceptance length 2.00, 0 invalid requests"
     ]
     for seconds in (162, 222, 222):
-        report.clock.now = seconds
-        report.verified(counted_output([1], [4]))
+        metrics.clock.now = seconds
+        metrics.verified(counted_output([1], [4]))
     assert caplog.messages[-1] == (
         "specdecode: in 61 s 2 steps verified, 1 left to vLLM (1 with watermarks), acceptance length 2.00, "
         "0 invalid requests"
     )
 
 
-def test_an_interval_without_verified_steps_says_which_were_left_and_why(report, caplog):
+def test_an_interval_without_verified_steps_says_which_were_left_and_why(metrics, caplog):
     caplog.set_level(logging.INFO)
     for reason in ("watermarks", "penalties", "watermarks"):
-        report.fallbacks.add(reason, "")
-    report.clock.now += 60
-    report.tick()
-    report.tick()
+        metrics.fallbacks.add(reason, "")
+    metrics.clock.now += 60
+    metrics.tick()
+    metrics.tick()
     assert caplog.messages[-1] == (
         "specdecode: in 60 s 0 steps verified, 3 left to vLLM (2 with watermarks; 1 with penalties), acceptance length -, "
         "0 invalid requests"
@@ -84,18 +84,18 @@ def test_requests_without_a_finite_logit_are_counted_and_warned_of(caplog):
     case["logits"][int(case["cu_num_logits"][3])] = torch.nan
     case["logits"][int(case["cu_num_logits"][9])] = -torch.inf
     result = rejection_sampler("strict", sampling_states(64, 50), 4)
-    result.report = report_to(result.fallbacks)
+    result.metrics = metrics_of(result.fallbacks)
     result._verify(draft_logits=None, **case)
-    result.report.clock.now += 60
+    result.metrics.clock.now += 60
     for _ in range(2):
-        result.report.tick()
+        result.metrics.tick()
     assert "specdecode: 2 requests had a row without a finite logit" in caplog.text
     assert "2 invalid requests" in caplog.messages[-2]
 
 
 def test_an_interval_of_zero_has_no_line_but_warnings(caplog):
     caplog.set_level(logging.INFO)
-    silent = report_to(Fallbacks(logger), 0)
+    silent = metrics_of(Fallbacks(logger), 0)
     silent.verified(counted_output([0], [2], torch.ones(1, dtype=torch.bool)))
     silent.clock.now += 60
     for _ in range(2):
@@ -103,31 +103,31 @@ def test_an_interval_of_zero_has_no_line_but_warnings(caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_sums_are_read_only_once_they_have_been_copied(report, caplog):
+def test_sums_are_read_only_once_they_have_been_copied(metrics, caplog):
     caplog.set_level(logging.INFO)
     copied = Mock()
     copied.query.side_effect = [False, False, True]
-    report.ended = Interval(60, 4, Counter(), torch.tensor([4, 5, 0]), copied)
-    report.tick()
-    report.tick()
+    metrics.ended = Interval(60, 4, Counter(), torch.tensor([4, 5, 0]), copied)
+    metrics.tick()
+    metrics.tick()
     assert caplog.messages == []
-    report.tick()
+    metrics.tick()
     assert "acceptance length 2.25" in caplog.messages[-1]
     copied.synchronize.assert_not_called()
 
 
-def test_outputs_are_kept_for_a_bounded_number_of_steps(report):
+def test_outputs_are_kept_for_a_bounded_number_of_steps(metrics):
     for _ in range(2 * MOST_OUTPUTS + 7):
-        report.verified(counted_output([1, 0], [2, 2]))
-        assert len(report.outputs) < MOST_OUTPUTS
-    assert report.sums.tolist() == [4 * MOST_OUTPUTS, 2 * MOST_OUTPUTS, 0]
+        metrics.verified(counted_output([1, 0], [2, 2]))
+        assert len(metrics.outputs) < MOST_OUTPUTS
+    assert metrics.sums.tolist() == [4 * MOST_OUTPUTS, 2 * MOST_OUTPUTS, 0]
 
 
 # ---- The line at the start -------------------------------------------------------------------------------------------
 
 
 class Engines(PlainRejectionSampler):
-    """What vLLM's constructor sets."""
+    """The attributes that vLLM's constructor sets."""
 
     def __init__(self, sampler, num_drafts, **members):
         self.sampler, self.num_speculative_steps = sampler, num_drafts
@@ -138,7 +138,7 @@ class Engines(PlainRejectionSampler):
 
 @pytest.fixture
 def start(monkeypatch, caplog):
-    """Make a rejection sampler as vLLM does; return it and what it logs."""
+    """Make a rejection sampler as vLLM does; return it and its log messages."""
     caplog.set_level(logging.INFO)
     installed = {"vllm": "0.33.0", "torch": "2.11.0", "triton": "3.6.0"}
     monkeypatch.setattr(verification, "version_of", installed.get)
@@ -149,7 +149,7 @@ def start(monkeypatch, caplog):
 
     def made(method="probabilistic", sampler=(), num_drafts=3, **members):
         like = rejection_sampler(method, sampling_states(4, 50), 3)
-        # The constructor compares what vLLM's own objects hold.
+        # The constructor checks the attributes of vLLM's own objects.
         del like.sampler.apply_sampling_params, like.sampler.noted
         vars(like.sampler).update(sampler)
         kind = type("RejectionSampler", (DraftVerification, Engines), {"verifier": like.verifier})
@@ -185,7 +185,7 @@ LISTS = "steps with log-probabilities"
 def test_the_start_says_method_versions_and_what_is_left_by_configuration(method, members, sampler, left, start):
     result, messages = start(method, sampler, **members)
     assert messages == [ALONE.replace("probabilistic", method) + left]
-    assert result.report.interval == 60
+    assert result.metrics.interval == 60
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_the_start_says_method_versions_and_what_is_left_by_configuration(method
 def test_a_line_tells_steps_that_are_left_from_those_that_are_prepared(method, members, how, start, caplog):
     result, _ = start(method, **members)
     result.fallbacks.add("penalties", "")
-    result.report.log(result.report.end(60))
+    result.metrics.log(result.metrics.end(60))
     assert f"steps verified, {how}, acceptance length" in caplog.messages[-1]
 
 
@@ -259,13 +259,13 @@ def test_one_rank_reports_and_each_compiles_a_part_or_each_that_verifies_other_r
 ):
     ranks = group_of_ranks(monkeypatch, rank, 2)
     result, messages = start(sampler={"shards_batches": shards})
-    assert (result.report is not None) == bool(messages) == reports
+    assert (result.metrics is not None) == bool(messages) == reports
     assert dict(result.fallbacks) == {}
     assert result.sampler.share() == (() if shards else (rank, 2, ranks.barrier))
 
 
 class PlainRunner:
-    """What vLLM's model runner sets."""
+    """The attributes that vLLM's model runner sets."""
 
     sampler = rejection_sampler = None
 
@@ -313,7 +313,7 @@ def test_the_log_lines_on_the_pages_are_those_that_are_logged(start, monkeypatch
     result, messages = start()
     logged += messages
     caplog.clear()
-    report, rows = result.report, torch.zeros(1, 32, 50)
+    metrics, rows = result.metrics, torch.zeros(1, 32, 50)
     batch = verification_batch(rows, torch.zeros(1, 31, dtype=torch.int64), None, None, 1.0, 0, None, top_p=0.9)
     limit = kernels.why_not_verified("probabilistic", batch)
     result.kinds[torch.bfloat16, None] = None, limit
@@ -321,7 +321,7 @@ def test_the_log_lines_on_the_pages_are_those_that_are_logged(start, monkeypatch
         for _ in range(steps):
             result.fallbacks.add(result.why_not((torch.bfloat16, None), needs), LEFT_TO_VLLM)
     left = Counter({result.why_not(None, PROCESSORS): 12})
-    report.log(Interval(60, 3158, left, torch.tensor([98_000, 128_380, 2])))
+    metrics.log(Interval(60, 3158, left, torch.tensor([98_000, 128_380, 2])))
     logged += caplog.messages
     monkeypatch.setenv(integrations.VLLM_SWITCH, "exact")
     with pytest.raises(ValueError, match="SPECDECODE_VLLM") as error:

@@ -1,17 +1,17 @@
-"""The launch that reports on the rows of emitted tokens: the likeliest tokens of each, and which tokens are kept of it.
+"""The launch that lists, for the rows of emitted tokens, the likeliest tokens and the kept set.
 
-A program has one row. If its token was emitted, it combines the statistics that the launches before have left, of what is
-kept of the row.
+A program has one row. If the row's token was emitted, it combines the row's statistics from earlier launches, which cover
+the kept tokens only.
 
-Likeliest tokens: the first n in the order (logit descending, id ascending) are found one after the other. The first token
-that is left is in the first of the blocks with the largest maximum of what is left, and that block alone is read. Proof: a
-token before it in the order would have a larger logit, or the same one and a lower id, and so would be in a block with a
-larger maximum, or with the same one and before it.
+Likeliest tokens: the first n in the order (logit descending, id ascending) are found one after the other. The next token
+is in the block with the largest maximum of the remaining tokens, the first such block if several tie; only that block is
+read. Proof: an earlier token in the order would have a larger logit, or an equal logit and a lower id. So its block would
+have a larger maximum, or an equal maximum and a lower index.
 
-Kept tokens are in the blocks whose statistics have a maximum. These are read, in the order of ids.
+Kept tokens are in the blocks with a finite maximum. These blocks are read in the order of ids.
 
-A program reads 8 bytes for each block of 1,024, and a block again for each likely token, from a cache if it is the same one;
-for a kept set, each block that has tokens of it. It writes 12 bytes for each likely token, and 4,108 for a kept set.
+A program reads 8 bytes for each block of 1,024, one block for each likely token (from the cache if it is the same block),
+and each block with kept tokens for a kept set. It writes 12 bytes for each likely token, and 4,108 for a kept set.
 """
 
 import triton
@@ -57,7 +57,7 @@ def raw_statistics_of(context, inputs, workspace, sizes):
 
 @triton.jit
 def distribution_of(row, statistics, temperature, sizes):
-    """Return the distribution of a row, and the maximum of each block: none if it is a point mass."""
+    """Return the distribution of a row, and the maximum of each block; all -inf for a point mass."""
     p = combine(statistics, row, temperature, sizes)
     block_max, _ = recompute_nonfinite(statistics, row, temperature, sizes)
     return p, tl.where(p.point_mass_token < 0, block_max, -INFINITY)
@@ -83,29 +83,29 @@ def next_in_order(row, block_max, last, sizes):
 
 
 @triton.jit
-def report_likeliest(row, p, block_max, temperature, index, report, sizes):
+def store_top_logprobs(row, p, block_max, temperature, index, lists, sizes):
     """Write the likeliest tokens of a row and their log-probabilities."""
     normalizer, last = normalizer_of(p), tl.full([], NO_ORDER, tl.int64)
-    for rank in range(report.num_top):
+    for rank in range(lists.num_top):
         token, value = tl.where(rank == 0, p.point_mass_token, -1), tl.where(rank == 0, 0.0, -INFINITY)
         if p.point_mass_token < 0:
             last, block_max = next_in_order(row, block_max, last, sizes)
             logit, token = token_in_order(last)
             value = logprob(logit, token, normalizer, temperature)
             token, value = tl.where(last > NO_TOKEN, token, -1), tl.where(last > NO_TOKEN, value, -INFINITY)
-        tl.store(report.top_ids_ptr + index * report.num_top + rank, token.to(tl.int64))
-        tl.store(report.top_logprobs_ptr + index * report.num_top + rank, value)
+        tl.store(lists.top_ids_ptr + index * lists.num_top + rank, token.to(tl.int64))
+        tl.store(lists.top_logprobs_ptr + index * lists.num_top + rank, value)
 
 
 @triton.jit
 def list_kept(row, block_max, ids_ptr, sizes):
-    """List the kept tokens of a row, in the order of ids, while there is room; return their number, listed or not."""
+    """Write the ids of a row's kept tokens in ascending order, up to MOST_KEPT; return the number of kept tokens."""
     blocks, kept_blocks = tl.arange(0, sizes.MAX_BLOCKS)[None, :], (block_max > -INFINITY).to(tl.int32)
     nth = tl.where(kept_blocks == 1, tl.cumsum(kept_blocks, 0) - 1, -1)[None, :]
     num_kept = tl.full([], 0, tl.int32)
     for first in range(0, tl.sum(kept_blocks, 0), AT_ONCE):
         wanted = (first + tl.arange(0, AT_ONCE))[:, None]
-        listed = tl.min(tl.where(nth == wanted, blocks, sizes.num_blocks), 1)  # beyond the last there is nothing
+        listed = tl.min(tl.where(nth == wanted, blocks, sizes.num_blocks), 1)  # blocks beyond the last are empty
         token_ids = part_of_blocks(listed, 0, BLOCK_SIZE, BLOCK_SIZE)
         is_kept = tl.reshape((load_logits(row, token_ids, True) > -INFINITY).to(tl.int32), [AT_ONCE * BLOCK_SIZE])
         entries = num_kept + tl.cumsum(is_kept, 0) - is_kept
@@ -116,58 +116,58 @@ def list_kept(row, block_max, ids_ptr, sizes):
 
 
 @triton.jit
-def report_kept(row, p, block_max, index, workspace, report, sizes):
+def store_kept_set(row, p, block_max, index, workspace, lists, sizes):
     """Write the number of kept tokens of a row, their ids, and the last one."""
-    ids_ptr = report.kept_ids_ptr + index * MOST_KEPT
+    ids_ptr = lists.kept_ids_ptr + index * MOST_KEPT
     num_listed = list_kept(row, block_max, ids_ptr, sizes)  # none of a point mass
-    tl.debug_barrier()  # if they are too many, other threads write -1 where some are listed
+    tl.debug_barrier()  # if they do not fit, other threads overwrite listed ids by -1
     entries, start = tl.arange(0, MOST_KEPT), tl.where(num_listed <= MOST_KEPT, num_listed, 0)
     tl.store(ids_ptr + entries, tl.where(entries == 0, p.point_mass_token, -1), mask=entries >= start)
     cutoff = p.point_mass_token
     if workspace.cutoffs_ptr is not None:
         token = tl.load(workspace.cutoffs_ptr + index * 2 + 1).to(tl.int32, bitcast=True)
         cutoff = tl.where(token != LAST_TOKEN, token, cutoff)
-    tl.store(report.num_kept_ptr + index, tl.where(p.point_mass_token < 0, num_listed, 1))
-    tl.store(report.cutoff_ptr + index, cutoff.to(tl.int64))
+    tl.store(lists.num_kept_ptr + index, tl.where(p.point_mass_token < 0, num_listed, 1))
+    tl.store(lists.cutoff_ptr + index, cutoff.to(tl.int64))
 
 
 @triton.jit
-def report_nothing(index, report):
-    """Write what stands behind a request's last token."""
-    if report.top_ids_ptr is not None:
+def store_padding(index, lists):
+    """Write the padding after a request's last token."""
+    if lists.top_ids_ptr is not None:
         ranks = tl.arange(0, TOP_LANES)
-        there = index * report.num_top + ranks
-        tl.store(report.top_ids_ptr + there, tl.full([TOP_LANES], -1, tl.int64), mask=ranks < report.num_top)
+        there = index * lists.num_top + ranks
+        tl.store(lists.top_ids_ptr + there, tl.full([TOP_LANES], -1, tl.int64), mask=ranks < lists.num_top)
         nothing = tl.full([TOP_LANES], float("nan"), tl.float32)
-        tl.store(report.top_logprobs_ptr + there, nothing, mask=ranks < report.num_top)
-    if report.num_kept_ptr is not None:
-        tl.store(report.kept_ids_ptr + index * MOST_KEPT + tl.arange(0, MOST_KEPT), tl.full([MOST_KEPT], -1, tl.int32))
-        tl.store(report.num_kept_ptr + index, 0)
-        tl.store(report.cutoff_ptr + index, tl.full([], -1, tl.int64))
+        tl.store(lists.top_logprobs_ptr + there, nothing, mask=ranks < lists.num_top)
+    if lists.num_kept_ptr is not None:
+        tl.store(lists.kept_ids_ptr + index * MOST_KEPT + tl.arange(0, MOST_KEPT), tl.full([MOST_KEPT], -1, tl.int32))
+        tl.store(lists.num_kept_ptr + index, 0)
+        tl.store(lists.cutoff_ptr + index, tl.full([], -1, tl.int64))
 
 
 @triton.jit
-def report_kernel(inputs, outputs, workspace, sizes, report):
-    """Report on one row."""
+def top_logprobs_kernel(inputs, outputs, workspace, sizes, lists):
+    """List the likely and kept tokens of one row."""
     IS_RAW: tl.constexpr = workspace.raw_statistics_ptr is not None
     request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     temperature = load_temperature(inputs.requests, request)
     context = RowContext(request, offset, -1, None, temperature)
     index = row_index(request, offset, False, sizes)
-    await_launch(report.OVERLAPS)
+    await_launch(lists.OVERLAPS)
     if tl.load(outputs.token_ids_ptr + index) >= 0:
-        if report.num_kept_ptr is not None or not IS_RAW:
+        if lists.num_kept_ptr is not None or not IS_RAW:
             row = target_row_at(context, inputs, workspace, sizes)
             statistics = load_target_statistics(context, workspace, sizes)
             p, block_max = distribution_of(row, statistics, temperature, sizes)
-            if report.num_kept_ptr is not None:
-                report_kept(row, p, block_max, index, workspace, report, sizes)
-            if report.top_ids_ptr is not None and not IS_RAW:
-                report_likeliest(row, p, block_max, temperature, index, report, sizes)
-        if report.top_ids_ptr is not None and IS_RAW:
+            if lists.num_kept_ptr is not None:
+                store_kept_set(row, p, block_max, index, workspace, lists, sizes)
+            if lists.top_ids_ptr is not None and not IS_RAW:
+                store_top_logprobs(row, p, block_max, temperature, index, lists, sizes)
+        if lists.top_ids_ptr is not None and IS_RAW:
             raw_row, one = stored_target_row_at(context.request, context.offset, inputs), tl.full([], 1.0, tl.float32)
             raw = raw_statistics_of(context, inputs, workspace, sizes)
             raw_p, raw_max = distribution_of(raw_row, raw, one, sizes)
-            report_likeliest(raw_row, raw_p, raw_max, one, index, report, sizes)
+            store_top_logprobs(raw_row, raw_p, raw_max, one, index, lists, sizes)
     else:
-        report_nothing(index, report)
+        store_padding(index, lists)
