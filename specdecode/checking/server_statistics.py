@@ -141,7 +141,7 @@ class Evidence:
         flat = self.unlikely > 0.01 * len(self.judged)
         if flat or share[-1] > 0.3 or (ranks.fit.p_value > 1e-3 and other.fit.p_value < 1e-6):
             return ["temperature_ignored"]
-        if ranks.fit.p_value > 1e-6:
+        if ranks.fit.p_value > 1e-4:
             return []
         last = max(each.position for each in plain)
         if any(self.alone(plain, set(range(1, end))) for end in range(2, last + 1)):
