@@ -1,11 +1,13 @@
 """`specdecode check`: a verifier in a file, one that is installed, or a running server."""
 
 import json
+import typing
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from types import ModuleType
 
-from specdecode.checking.report import Report
+if typing.TYPE_CHECKING:
+    from specdecode.checking.report import Report
 
 EPILOG = """\
 SUBJECT is file.py:function, or one of specdecode:METHOD[:BACKEND] (probabilistic, block, strict; eager, triton),
@@ -89,7 +91,7 @@ def run(options: Namespace) -> int:
     return show(report, options)
 
 
-def show(report: Report, options: Namespace) -> int:
+def show(report: "Report", options: Namespace) -> int:
     """Print a report, write its file, and return the exit status."""
     if options.junit:
         from specdecode.checking.junit import junit
