@@ -1,4 +1,4 @@
-"""Where the tests run: every backend on every device of the machine; without a GPU, kernels in Triton's interpreter."""
+"""The devices of the tests: every backend on every device of the machine; without a GPU, kernels in Triton's interpreter."""
 
 import gc
 import importlib.util
@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 if "--benchmark-only" not in sys.argv:
-    gc.disable()  # what is imported and collected stays: until `pytest_collection_finish` no search for garbage would pay
-    # Threads of PyTorch that wait for work must not spin: they would take the cores from the other test processes.
+    gc.disable()  # imported modules and collected tests stay, so there is no garbage until `pytest_collection_finish`
+    # Idle threads of PyTorch must not spin: they would take cores from the other test processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
@@ -37,8 +37,8 @@ if ON_GPU:
 def combine(*axes: Sequence[Any]) -> list[tuple]:
     """Return the cases of a test that has several parameters: all combinations on a GPU, elsewhere all pairs.
 
-    Elsewhere every two values of two parameters are together in at least one case. There are far fewer of these, and a
-    mistake that needs three values at once is left to the GPU.
+    Elsewhere every two values of two parameters occur together in at least one case. These are far fewer cases, and a
+    mistake that needs three values at once is found on a GPU only.
 
     >>> if not ON_GPU:
     ...     print(combine([1, 2], "ab", "xy"))
@@ -50,10 +50,10 @@ def combine(*axes: Sequence[Any]) -> list[tuple]:
 
 
 def cover(axes: Iterable[Sequence[Any]], strength: int) -> list[tuple]:
-    """Return cases in which any `strength` values of different parameters are together at least once.
+    """Return cases in which any `strength` values of different parameters occur together at least once.
 
-    Each case starts with a missing combination. Every other parameter takes the value that is in the most missing
-    combinations with the values so far, of equal ones the value used least.
+    Each case starts with a missing combination. Every other parameter takes the value with the most missing combinations
+    with the values so far; ties go to the value used least.
     """
     axes = list(axes)
     missing = {
@@ -80,14 +80,14 @@ def cover(axes: Iterable[Sequence[Any]], strength: int) -> list[tuple]:
 
 def pytest_configure(config):
     if config.getoption("benchmark_only"):
-        # Look for benchmarks where they are. All else would be collected, and skipped one by one.
+        # Collect benchmarks only: all other tests would be skipped one by one.
         if config.args_source != pytest.Config.ArgsSource.ARGS:
             config.args = [str(Path(__file__).parent / "benchmarks")]
         # tests/benchmarks/conftest.py prints a table; with --benchmark-verbose the plugin prints its own tables, too.
         config.option.benchmark_quiet = True
     else:
         torch.set_num_threads(1)  # tests compute with small tensors, for which a second thread costs more than it gains
-    # Where there is no Triton, as on macOS, modules that import it have no doctests. Elsewhere a failed import is an error.
+    # Without Triton, as on macOS, modules that import it have no doctests. Elsewhere a failed import is an error.
     if not HAS_TRITON:
         config.option.doctest_ignore_import_errors = True
 
@@ -99,7 +99,7 @@ def pytest_collection_finish():
 
 
 def pytest_report_header():
-    """Say which versions are tested, and where the kernels run."""
+    """Report the tested versions, and the device of the kernels."""
     kernels = "not at all" if not HAS_TRITON else torch.cuda.get_device_name() if ON_GPU else "in Triton's interpreter"
     triton = f"triton {version('triton')}" if HAS_TRITON else "no triton"
     tested = f"python {platform.python_version()}, torch {torch.__version__}, {triton}, numpy {version('numpy')}"
@@ -108,11 +108,11 @@ def pytest_report_header():
 
 @pytest.fixture(params=BACKENDS, ids="-".join)
 def place(request):
-    """(backend, device) to run on."""
+    """A (backend, device) pair to run on."""
     return request.param
 
 
 @pytest.fixture(params=[*BACKENDS, *[("triton", "cpu")] * (HAS_TRITON and not ON_GPU)], ids="-".join)
 def any_place(request):
-    """(backend, device) to run on, the kernels in the interpreter too."""
+    """A (backend, device) pair to run on, including the kernels in the interpreter."""
     return request.param

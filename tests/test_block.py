@@ -1,8 +1,11 @@
 """Block verification: distributions over several steps, and precision."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import linprog
 
 from specdecode import RejectionSampler, sample
 from specdecode.eager.block import residual_mass
@@ -123,3 +126,25 @@ def test_rows_past_the_emitted_one_raise_no_flag(place):
     )
     assert set(output.num_accepted.tolist()) == {0, 1}
     assert output.invalid.tolist() == (output.num_accepted >= 1).tolist()
+
+
+# ---- Optimality ------------------------------------------------------------------------------------------------------
+
+
+def test_no_method_that_sees_one_path_accepts_more_in_the_toy_example():
+    """A method is a table P(accepted, token | path); exactness and the mean accepted number are linear in it."""
+    p, q = np.array([0.4, 0.6]), np.array([0.8, 0.2])
+    paths, outputs = list(product(range(2), repeat=2)), list(product(range(2), repeat=3))
+    choices = [(path, accepted, token) for path in paths for accepted in range(3) for token in range(2)]
+
+    def emits(path: tuple, accepted: int, token: int, output: tuple) -> float:
+        """P(the path is drafted, and the output follows from this choice)."""
+        agrees = (*path[:accepted], token) == output[: accepted + 1]
+        return np.prod(q[list(path)]) * np.prod(p[list(output[accepted + 1 :])]) * agrees
+
+    mean_accepted = [np.prod(q[list(path)]) * accepted for path, accepted, _ in choices]
+    sums = [[path == drafted for drafted, _, _ in choices] for path in paths]
+    exact = [[emits(*choice, output) for choice in choices] for output in outputs]
+    bounds = [1 for _ in paths] + [np.prod(p[list(output)]) for output in outputs]
+    best = linprog([-mean for mean in mean_accepted], A_eq=sums + exact, b_eq=bounds)
+    assert abs(-best.fun - 1.04) < 1e-9  # as block verification: 0.6 + 0.44

@@ -157,10 +157,10 @@ def test_the_site_builds_strictly_without_torch_in_under_thirty_seconds(site):
     assert site.cpu_seconds < 30
 
 
-def test_every_page_but_the_log_of_measurements_is_in_the_navigation():
+def test_every_page_is_in_the_navigation():
     nav = re.search(r"^nav:\n(.*?)^\S", (ROOT / "mkdocs.yml").read_text(), re.M | re.S)[1]
     entries = set(re.findall(r"\S+\.md$", nav, re.M))
-    assert entries == set(PAGES) - {"measurements.md"}
+    assert entries == set(PAGES)
 
 
 FETCHED = {
@@ -350,6 +350,23 @@ def test_the_search_finds_pages_before_the_api(server):
             found = first.first.get_attribute("href", timeout=20_000)
             assert page in found, f"{words}: {found}"
             assert "/api/" not in found, f"{words}: {found}"
+
+
+def test_the_search_finds_what_operators_of_engines_ask_for(server):
+    with opened(server) as (tab, _):
+        tab.goto(server.address)
+        tab.locator("input.md-search__input").click()
+        for words, page in {
+            "rollback": "use/vllm",
+            "medusa": "use/trees",
+            "per-request acceptance": "use/metrics",
+            "ROCm": "use/vllm",
+            "adaptive length": "use/choosing",
+        }.items():
+            tab.locator("input.md-search__input").fill(words)
+            tab.locator("input.md-search__input").press("End")
+            found = tab.locator(f".md-search-result__item > a[href*='/{page}/']")
+            found.first.wait_for(state="attached", timeout=20_000)
 
 
 def test_the_early_exit_schedule_is_stepped_through_by_keyboard(server):

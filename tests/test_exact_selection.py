@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import binom
 
-from reference import philox, sampling, strict
+from reference import philox, sampling, selection, strict
 from tests.support.distributions import assert_distribution
 from tests.support.enumeration import (
     Chance,
@@ -181,3 +181,16 @@ def check_real_selection() -> None:
 
 def test_real_noise_has_the_right_sign():
     check_real_selection()
+
+
+def test_a_token_does_not_depend_on_the_devices_that_hold_its_blocks():
+    log_weights = np.random.default_rng(0).normal(size=5000)
+    best = []
+    for blocks in ([0, 1], [2], [3, 4]):  # three devices
+        sums = [selection.log_sum(log_weights[b * 1024 : (b + 1) * 1024]) for b in blocks]
+        scores = sums + philox.gumbel(3, 17, np.array(blocks), philox.Domain.SELECT_BLOCK)
+        best.append(max(zip(scores, blocks)))
+    _, block = max(best)
+    token_ids = np.arange(block * 1024, min((block + 1) * 1024, 5000))
+    scores = log_weights[token_ids] + philox.gumbel(3, 17, token_ids, philox.Domain.SELECT_TOKEN)
+    assert token_ids[np.argmax(scores)] == sampling.select(log_weights, seed=3, position=17).index

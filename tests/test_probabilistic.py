@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from reference.probabilistic import acceptance_rate
+from reference.truncation import truncate
 from specdecode import RejectionSampler
 from specdecode.eager.residual import residual
 from specdecode.eager.selection import select
@@ -83,3 +85,25 @@ def test_a_residual_that_is_empty_is_the_target_itself(deterministic, masked):
         weights, sums = found.target
         assert torch.allclose(weights[:, :2000] / sums.sum(dim=1)[:, None], target.softmax(dim=1), atol=1e-7)
         assert torch.equal(drawn, select(weights, sums, seeds, seeds, SELECT))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "rules", "expected"),
+    [
+        (0.7, {"top_p": 0.95}, [0.790, 0.783]),
+        (1.0, {"top_k": 20, "top_p": 0.95}, [0.817, 0.800]),
+        (1.0, {"min_p": 0.05}, [0.808, 0.781]),
+        (1.0, {"top_k": 1}, [0.770, 0.433]),
+    ],
+)
+def test_truncated_drafts_are_accepted_more_often_on_average(temperature, rules, expected):
+    """The table of the page on truncation: drafts truncated as the target, and not truncated."""
+    vocab, random, rates = 16_384, np.random.default_rng(0), []
+    for _ in range(100):
+        target = 2 * random.standard_normal(vocab)
+        np.add.at(target, random.integers(vocab, size=64), random.uniform(4, 14, size=64))
+        draft = target + 0.6 * random.standard_normal(vocab)
+        weights = [np.exp((logits - logits.max()) / temperature) for logits in (target, draft)]
+        p, q = (each / each.sum() for each in weights)
+        rates.append([acceptance_rate(truncate(p, **rules), row) for row in (truncate(q, **rules), q)])
+    np.testing.assert_allclose(np.mean(rates, axis=0), expected, atol=5e-4)

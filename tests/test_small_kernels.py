@@ -187,10 +187,9 @@ PAGE = ROOT / "docs" / "kernels.md"
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")
-def test_the_kernels_page_has_every_field_of_every_bundle():
+def test_the_kernels_page_names_every_bundle():
     from specdecode.kernels import arguments
 
-    bundles = {name: value for name, value in vars(arguments).items() if hasattr(value, "_fields")}
-    lines = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
-    shown = {line[1].strip(" `"): tuple(re.findall(r"`(\w+)`", line[3])) for line in lines if len(line) == 5}
-    assert {name: shown.get(name) for name in bundles} == {name: value._fields for name, value in bundles.items()}
+    bundles = {name for name, value in vars(arguments).items() if hasattr(value, "_fields")}
+    section = PAGE.read_text().partition("| bundle |")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`([A-Z][a-z]\w+)`", section)) == bundles

@@ -1,7 +1,9 @@
 """Strict verification: every emitted token is the token of plain sampling."""
 
+import numpy as np
 import torch
 
+from reference.strict import match_probabilities
 from specdecode import RejectionSampler
 from tests.support.differential import case
 
@@ -57,3 +59,32 @@ def test_a_drafts_token_and_its_cutoff_are_tensors_of_their_own(place):
             expected = draft.cutoff.clone()
             draft.token_ids.fill_(-7)
             assert torch.equal(draft.cutoff, expected), (temperature, options)
+
+
+def test_shared_noise_is_near_the_bound_at_the_size_of_a_vocabulary():
+    """The table of the page on strict verification, by `reference.strict.match_probabilities` with one sort."""
+
+    def matches(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+        order = np.argsort(-p / q)
+        p, q = p[order], q[order]
+        match = np.empty_like(p)
+        match[order] = 1 / (np.cumsum(p) / p + (q.sum() - np.cumsum(q)) / q)
+        return match
+
+    def two_levels(p: np.ndarray, q: np.ndarray, size: int) -> float:
+        starts = np.arange(0, len(p), size)
+        blocks = matches(np.add.reduceat(p, starts), np.add.reduceat(q, starts))
+        tokens = (matches(p[start : start + size], q[start : start + size]).sum() for start in starts)
+        return sum(match * of_block for match, of_block in zip(blocks, tokens))
+
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+    np.testing.assert_allclose(matches(p, q), match_probabilities(list(p), list(q)))
+    random = np.random.default_rng(0)
+    target = 2 * random.normal(size=151_936)
+    target[random.choice(151_936, 64, replace=False)] += random.uniform(4, 14, size=64)
+    draft = target + 0.6 * random.normal(size=151_936)
+    for temperature, expected in ((0.7, [0.64, 0.63, 0.63, 0.61, 0.41]), (1.0, [0.73, 0.71, 0.71, 0.68, 0.32])):
+        p, q = (np.exp((row - row.max()) / temperature) for row in (target, draft))
+        p, q = p / p.sum(), q / q.sum()
+        levels = matches(p, q).sum(), two_levels(p, q, 1024), two_levels(p, q, 4096)
+        assert [round(float(rate), 2) for rate in (np.minimum(p, q).sum(), *levels, p @ q)] == expected

@@ -444,7 +444,7 @@ READING = {
     "plain": ("start and end of a launch", "a plain kernel that reads as many bytes from one array"),
     "told in advance": (
         "addresses, exponentials",
-        "add: find rows, write statistics; drafts end at the stop, so it is known which rows matter",
+        "add: find rows, write statistics; drafts end at the first rejected row, so the needed rows are known",
     ),
     "publishes nothing": (
         "bookkeeping",
@@ -452,7 +452,7 @@ READING = {
     ),
     "decides nothing": (
         "visibility of writes",
-        "add: before a program is counted, wait until others can see what it wrote",
+        "add: wait until a program's writes are visible before it is counted",
     ),
     "as it is": (
         "decisions",
@@ -479,7 +479,8 @@ def reading_table(record: str) -> str:
     alone = [shown(column["every row"]) + cell.of_commit for column, cell in zip(columns, results)]
     rows = [*added(steps, results), [*every_row, *alone]]
     headings = [f"{cell.title}, {shape(cell)}" for cell in results]
-    return html_table(["Hypothesis: time goes into", "Change", *headings], rows, text_columns=2)
+    rows = [[f"{hypothesis}: {change}" if change else hypothesis, *times] for hypothesis, change, *times in rows]
+    return html_table(["Hypothesis: time goes into", *headings], rows, text_columns=1)
 
 
 def cpu_table(record: str, dtype: str) -> str:

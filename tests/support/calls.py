@@ -10,8 +10,15 @@ from torch import Tensor
 from specdecode import AcceptanceSchedule, RejectionSampler, SamplerOutput
 from specdecode.noise import BLOCK_SIZE
 from specdecode.sampler import Method
+from tests.conftest import HAS_TRITON
 
-METHODS = list(get_args(Method))
+if HAS_TRITON:
+    from specdecode.kernels.methods import METHODS as WITH_KERNELS
+
+ALL_METHODS = list(get_args(Method))
+EAGER_ALONE = [method for method in ALL_METHODS if HAS_TRITON and method not in WITH_KERNELS]
+METHODS = [method for method in ALL_METHODS if method not in EAGER_ALONE]
+"""The methods of both backends."""
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 INT64 = torch.iinfo(torch.int64)
