@@ -1,5 +1,7 @@
 """Tell any verifier what is wrong with it: `check(verify)`, on the command line `specdecode check file.py:verify`.
 
+`check_server(url, model)` does so for a running server.
+
 It imports NumPy and SciPy alone, at first use, so that `specdecode --help` does not wait for them.
 """
 
@@ -9,10 +11,11 @@ import typing
 if typing.TYPE_CHECKING:
     from specdecode.checking.checker import check
     from specdecode.checking.report import Check, Report
+    from specdecode.checking.server import check_server
 
-__all__ = ["Check", "Report", "check"]
+__all__ = ["Check", "Report", "check", "check_server"]
 
-_MODULES = {"Check": "report", "Report": "report", "check": "checker"}
+_MODULES = {"Check": "report", "Report": "report", "check": "checker", "check_server": "server"}
 
 
 def __getattr__(name: str) -> object:

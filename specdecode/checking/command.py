@@ -1,9 +1,13 @@
-"""`specdecode check`: a verifier in a file, or one that is installed."""
+"""`specdecode check`: a verifier in a file, one that is installed, or a running server."""
 
 import json
+import typing
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from types import ModuleType
+
+if typing.TYPE_CHECKING:
+    from specdecode.checking.report import Report
 
 EPILOG = """\
 SUBJECT is file.py:function, or one of specdecode:METHOD[:BACKEND] (probabilistic, block, strict; eager, triton),
@@ -16,7 +20,7 @@ or only those that it needs, and returns [n, K + 1] ids: the accepted drafts, on
 def add_options(command: ArgumentParser) -> None:
     """Add the options of `check`."""
     command.epilog = EPILOG
-    command.add_argument("subject", metavar="SUBJECT", help="what to check, see below")
+    command.add_argument("subject", metavar="SUBJECT", nargs="?", help="what to check, see below")
     command.add_argument(
         "--draft",
         metavar="FILE:FUNCTION",
@@ -40,6 +44,14 @@ def add_options(command: ArgumentParser) -> None:
     command.add_argument(
         "--progress", action="store_true", default=None, help="show progress, also if standard error is no terminal"
     )
+    server = command.add_argument_group("a running server, in place of SUBJECT")
+    server.add_argument("--server", metavar="URL", help="with /v1/completions and log-probabilities")
+    server.add_argument("--model", metavar="NAME", help="the model's name on the server")
+    server.add_argument("--against", metavar="URL", help="another server of the model, such as one without speculation")
+    server.add_argument("--samples", type=int, default=960, help="texts of eight tokens (default %(default)s)")
+    server.add_argument("--top-logprobs", type=int, default=20, help="to ask for (default %(default)s)")
+    server.add_argument("--timeout", type=float, default=120, help="seconds for a request (default %(default)s)")
+    server.add_argument("--api-key", help="sent as a bearer token")
 
 
 def run(options: Namespace) -> int:
@@ -48,12 +60,20 @@ def run(options: Namespace) -> int:
     Raises:
         ValueError: it cannot run.
     """
+    if (options.subject is None) == (options.server is None):
+        raise ValueError("check: expected a SUBJECT or --server URL, and not both")
+    if options.server and not options.model:
+        raise ValueError("model: expected the model's name on the server, got none")
     try:
         from specdecode.checking.checker import check
-        from specdecode.checking.junit import junit
+        from specdecode.checking.server import check_server
         from specdecode.checking.subjects import load, load_function
     except ImportError as error:
         raise ValueError(f"check needs NumPy and SciPy ({error}): pip install numpy scipy") from None
+    if options.server:
+        names = ("against", "samples", "top_logprobs", "timeout", "api_key", "progress")
+        report = check_server(options.server, options.model, **{name: getattr(options, name) for name in names})
+        return show(report, options)
     files: dict[Path, ModuleType] = {}
     subject = load(options.subject, files)
     draft = load_function("draft", options.draft, files) if options.draft else subject.draft
@@ -68,7 +88,14 @@ def run(options: Namespace) -> int:
         progress=options.progress,
         name=subject.name,
     )
+    return show(report, options)
+
+
+def show(report: "Report", options: Namespace) -> int:
+    """Print a report, write its file, and return the exit status."""
     if options.junit:
+        from specdecode.checking.junit import junit
+
         options.junit.parent.mkdir(parents=True, exist_ok=True)
         options.junit.write_bytes(junit(report))
     print(json.dumps(report.as_dict(), indent=2) if options.json else report)
