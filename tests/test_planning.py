@@ -281,9 +281,33 @@ def test_old_steps_are_forgotten_and_shorter_drafts_count_where_they_end():
     drafts = torch.tensor([[3, 3, 4], [3, -1, -1], [4, 3, 3]])
     output = RejectionSampler("strict")(target_logits, drafts, temperature=0.0)
     planner.update(output)  # accepted 2, 1, 0; judged 3, 1, 1
-    assert planner.acceptance.tolist() == [3 / 4, 1.0, 1 / 2]
+    assert planner.acceptance.tolist() == [3 / 4, (1 + 3 / 4) / 2, (4 / 5) / 2]
     planner.update(output)
-    assert planner.acceptance.tolist() == [4 / 5.5, 1.0, 1 / 2.5]
+    assert planner.acceptance.tolist() == pytest.approx([4 / 5.5, (1.5 + 4 / 5.5) / 2.5, (5.5 / 7) / 2.5])
+
+
+def test_groups_learn_their_own_rates_and_begin_with_those_of_all():
+    planner = DraftPlanner(num_draft_tokens=2, cost=COST, num_groups=3)
+    target_logits = torch.zeros(3, 3, 5)
+    target_logits[:, :, 3] = 1.0
+    drafts = torch.tensor([[3, 3], [4, 3], [3, 4]])
+    planner.update(RejectionSampler("strict")(target_logits, drafts, temperature=0.0), torch.tensor([0, 1, -1]))
+    total = torch.tensor([2 / 3, (1 + 2 / 3) / 2], dtype=torch.float64)  # accepted 1, 1; judged 2, 1
+    groups = torch.stack([(1 + total) / 2, total / torch.tensor([2, 1]), total])
+    torch.testing.assert_close(planner.acceptance, groups)
+    assert planner.plan(4).tolist() == specdecode.plan(total.expand(4, -1), COST).tolist()
+
+
+def test_trees_are_counted_like_chains():
+    """A tree's draft tokens are its depth, and its accepted drafts are a path."""
+    of_chains, of_trees = DraftPlanner(num_draft_tokens=2, cost=COST), DraftPlanner(num_draft_tokens=2, cost=COST)
+    sampler, target_logits = RejectionSampler("strict"), torch.zeros(2, 3, 5)
+    target_logits[:, :, 3] = 1.0
+    drafts = torch.tensor([[3, 4], [3, 3]])
+    of_chains.update(sampler(target_logits, drafts, temperature=0.0))
+    nodes = torch.nn.functional.pad(drafts, (1, 0))
+    of_trees.update(sampler.tree(target_logits, nodes, torch.tensor([-1, 0, 1]), max_depth=2, temperature=0.0))
+    assert of_trees.acceptance.tolist() == of_chains.acceptance.tolist()
 
 
 def test_a_budget_limits_the_drafts_of_all_requests():
