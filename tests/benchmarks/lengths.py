@@ -23,9 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specdecode.demo import DRAFT, TARGET
 from specdecode.integrations.transformers import generate, lengths, measure_cost
 
-FIXED = (1, 2, 3, 4, 6, 8, 12, 16)
 DEFAULT = 4
-VARIANTS = (*FIXED, "auto")
 TEXTS = {
     "code": ("def read_file(path):\n", "class Lock:\n    def __init__(self"),
     "prose": ('"""This module provides a way to', "# The following function is called when the"),
@@ -68,6 +66,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens per text")
     parser.add_argument("--requests", type=int, default=1, help="continuations of each prompt, in one batch")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts of each kind")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8, 12, 16], help="4 must be one of them"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--threads", type=int)
@@ -84,19 +86,20 @@ def main() -> None:
     measured = clock() - start
     target_call, draft_call = cost[1].item(), (cost[2] - cost[1]).item()
     print(
-        f"measuring took {measured:.2f} s; a target call {1e3 * target_call:.1f} ms, a draft at most {1e3 * draft_call:.1f} ms"
+        f"measuring took {measured:.2f} s; target call {1e3 * target_call:.1f} ms, draft at most {1e3 * draft_call:.1f} ms"
     )
+    variants = [*options.lengths, "auto"]
     arguments = {"method": "strict", "max_new_tokens": options.tokens, "temperature": options.temperature, "seeds": 0}
     arguments |= {"eos_token_id": [], "num_return_sequences": options.requests}
 
     for kind, prompts in TEXTS.items():
-        times: dict[object, list[float]] = {variant: [] for variant in VARIANTS}
+        times: dict[object, list[float]] = {variant: [] for variant in variants}
         emitted: dict[object, float] = {}
         texts: dict[str, torch.Tensor] = {}
         for round_number in range(options.rounds):
-            for variant in random.Random(round_number).sample(VARIANTS, len(VARIANTS)):
+            for variant in random.Random(round_number).sample(variants, len(variants)):
                 total, calls, tokens = 0.0, 0, 0
-                for prompt in prompts:
+                for prompt in prompts[: options.prompts]:
                     input_ids = tokenizer(prompt, return_tensors="pt").input_ids.to(options.device)
                     start = clock()
                     output = generate(target, draft, input_ids, num_draft_tokens=variant, **arguments)
@@ -108,10 +111,10 @@ def main() -> None:
                 times[variant].append(total)
                 emitted[variant] = tokens / calls
         medians = {variant: statistics.median(values) for variant, values in times.items()}
-        best = min(FIXED, key=medians.__getitem__)
+        best = min(options.lengths, key=medians.__getitem__)
         print(f"{kind}: auto / best fixed length ({best}) {medians['auto'] / medians[best]:.3f}, ", end="")
         print(f"auto / default ({DEFAULT}) {medians['auto'] / medians[DEFAULT]:.3f}")
-        for variant in VARIANTS:
+        for variant in variants:
             spread = f"{min(times[variant]):.2f} to {max(times[variant]):.2f}"
             print(
                 f"  {variant!s:>4}  {medians[variant]:7.3f} s ({spread}), {emitted[variant]:.2f} tokens per target call",
