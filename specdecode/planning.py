@@ -9,19 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdecode.arguments import (
-    INTEGERS,
-    MOST_DRAFT_TOKENS,
-    check_count,
-    check_tensor,
-    check_type,
-    check_values,
-    on_host,
-    shown,
-)
+from specdecode.arguments import MOST_DRAFT_TOKENS, check_count, check_tensor, check_type, check_values, on_host, shown
 from specdecode.batch import SamplerOutput, TreeOutput
 
-FLOATS = (torch.float32, torch.float64)
+FLOATS, INTEGERS = (torch.float32, torch.float64), (torch.int32, torch.int64)
 
 
 class DraftPlanner:
@@ -32,9 +23,8 @@ class DraftPlanner:
 
     The rate of position i is the number of drafts accepted there divided by the number judged there, drafts whose
     predecessors were accepted. All counts are multiplied by `decay` in each step, so that old steps are forgotten. One draft
-    is added to each position, with the acceptance rate of all positions before it; at the first position it is accepted. So
-    long drafts are tried at first, and again some time after the last one. To each position of a group one draft is added,
-    with the rate of all groups.
+    is added to each position, with the rate of all positions before it, and 1 at the first: long drafts are tried at first,
+    and again some time after the last one. In a group one draft with the rate of all groups is added to each position.
 
     Args:
         num_draft_tokens: K, the most draft tokens of a request, at least 1.
@@ -42,8 +32,7 @@ class DraftPlanner:
             or a float tensor. No planned call has more than len(cost) - 1 tokens. cost[0] is not used. Counts and plans are
             on the device of a tensor; with numbers on the CPU, and from the first update on where its output is.
         decay: the weight of a step relative to the next one, above 0 and at most 1.
-        num_groups: the number of groups of requests with rates of their own. Plan with
-            `specdecode.plan(planner.acceptance[groups], cost)` then. None: no groups.
+        num_groups: groups of requests with rates of their own. Plan by `specdecode.plan(planner.acceptance[groups], cost)`.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -55,10 +44,7 @@ class DraftPlanner:
         >>> import torch
         >>> from specdecode import DraftPlanner, RejectionSampler
         >>> planner = DraftPlanner(num_draft_tokens=3, cost=[10] * 9 + [15, 20, 25])
-        >>> planner.plan(2)
-        tensor([3, 3])
-        >>> target_logits = torch.zeros(2, 4, 5)
-        >>> target_logits[:, :, 3] = 1.0
+        >>> target_logits = torch.eye(5)[[3, 3, 3, 3]].expand(2, 4, 5)
         >>> output = RejectionSampler("strict")(target_logits, torch.tensor([[3, 4, 4], [3, 4, 4]]), temperature=0.0)
         >>> for _ in range(50):
         ...     planner.update(output)
@@ -69,12 +55,7 @@ class DraftPlanner:
     """
 
     def __init__(
-        self,
-        num_draft_tokens: int,
-        cost: Sequence[float] | Tensor,
-        *,
-        decay: float = 0.99,
-        num_groups: int | None = None,
+        self, num_draft_tokens: int, cost: Sequence[float] | Tensor, *, decay: float = 0.99, num_groups: int = 1
     ) -> None:
         self.num_draft_tokens = check_count("num_draft_tokens", num_draft_tokens, MOST_DRAFT_TOKENS)
         if not isinstance(decay, int | float):
@@ -82,9 +63,9 @@ class DraftPlanner:
         if not 0 < decay <= 1:
             raise ValueError(f"decay: expected a number above 0 and at most 1, got {shown(decay)}")
         self.decay = decay
-        self.num_groups = None if num_groups is None else check_count("num_groups", num_groups)
+        self.num_groups = check_count("num_groups", num_groups)
         self._cost = _check_cost(cost)
-        shape = (2, self.num_groups or 1, self.num_draft_tokens)  # accepted drafts, judged drafts
+        shape = (2, self.num_groups, self.num_draft_tokens)  # accepted and judged drafts
         self._counts = torch.zeros(shape, dtype=torch.float64, device=self._cost.device)
         self._has_device = isinstance(cost, Tensor)
 
@@ -92,8 +73,7 @@ class DraftPlanner:
         """Count one verification step, without synchronising.
 
         Args:
-            output: the result of a verification of at most `num_draft_tokens` draft tokens per request, or of trees that
-                are no deeper.
+            output: the result of a verification of at most `num_draft_tokens` drafts per request, or of trees that deep.
             groups: [batch] int32 or int64, the group of each request; a request of no group is not counted. None: group 0.
 
         Raises:
@@ -108,8 +88,7 @@ class DraftPlanner:
         accepted, drafted = output.num_accepted[:, None], output.num_draft_tokens[:, None]
         device = accepted.device
         if not self._has_device:
-            self._cost, self._counts = self._cost.to(device), self._counts.to(device)
-            self._has_device = True
+            self._cost, self._counts, self._has_device = self._cost.to(device), self._counts.to(device), True
         if device != self._counts.device:
             raise ValueError(f"output: expected on {self._counts.device}, where the planner is, got {device}")
         if groups is None:
@@ -118,15 +97,14 @@ class DraftPlanner:
         positions = torch.arange(most, device=device)
         is_accepted = accepted > positions
         is_judged = (accepted >= positions) & (drafted > positions)
-        is_member = groups == torch.arange(self.num_groups or 1, device=device)[:, None]
+        is_member = groups == torch.arange(self.num_groups, device=device)[:, None]
         self._counts.mul_(self.decay).add_(is_member.double() @ torch.stack((is_accepted, is_judged)).double())
 
     @property
     def acceptance(self) -> Tensor:
-        """The learned conditional acceptance by position, float64: [num_draft_tokens], or [num_groups, num_draft_tokens]."""
-        rates = self._rates()
+        """The conditional acceptance, float64: [num_draft_tokens], of several groups [num_groups, num_draft_tokens]."""
         accepted, judged = self._counts
-        return rates if self.num_groups is None else (accepted + rates) / (judged + 1)
+        return self._rates() if self.num_groups == 1 else (accepted + self._rates()) / (judged + 1)
 
     def plan(self, num_requests: int, budget: int | None = None) -> Tensor:
         """Return the lengths for the next step, [num_requests] int64, without synchronising.
@@ -189,13 +167,9 @@ def plan(acceptance: Tensor, cost: Sequence[float] | Tensor, most: Tensor | None
         raise ValueError(f"cost: expected on {device}, where acceptance is, got {cost.device}")
     if len(costs) <= len(acceptance):
         raise ValueError(f"cost: expected more than num_requests = {len(acceptance)} values, got {len(costs)}")
-    if most is not None:
-        check_type("most", most, INTEGERS)
-        if most.shape != acceptance.shape[:1] or most.device != device:
-            got = f"{list(most.shape)} on {most.device}"
-            raise ValueError(f"most: expected shape [{len(acceptance)}] on {device}, got {got}")
     joint_rates = acceptance.double().cumprod(1)
     if most is not None:
+        check_tensor("most", most, INTEGERS, (len(acceptance),), device)
         joint_rates.masked_fill_(torch.arange(joint_rates.shape[1], device=device) >= most[:, None], -torch.inf)
     return _plan(joint_rates, costs.to(device))
 
