@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -127,19 +126,22 @@ class Lengths:
 
     def __init__(self, target: Any, draft: Any, sampler: RejectionSampler, num_requests: int, most: int) -> None:
         self.target, self.draft, self.sampler, self.most = target, draft, sampler, most
-        self.longest = math.ceil(FIRST_LENGTH / 2)  # so far
+        self.longest = FIRST_LENGTH // 2  # so far
+        self.costs: dict[int, Tensor] = {}  # by requests per step
         self.planner = DraftPlanner(most, self.cost(num_requests))
 
     def cost(self, num_requests: int) -> Tensor:
         """Return the cost of a step; it is measured for powers of two."""
         rounded = 1 << (num_requests - 1).bit_length()
-        options = {"num_requests": rounded, "num_draft_tokens": self.most, "method": self.sampler}
-        return measure_cost(self.target, self.draft, **options)
+        if rounded not in self.costs:
+            options = {"num_requests": rounded, "num_draft_tokens": self.most, "method": self.sampler}
+            self.costs[rounded] = measure_cost(self.target, self.draft, **options)
+        return self.costs[rounded]
 
     def next(self, num_requests: int) -> int:
         """Return the length of the next step."""
-        limit = torch.tensor([min(self.most, 2 * self.longest)], device=self.planner.acceptance.device)
-        length = int(plan(self.planner.acceptance[None], self.cost(num_requests), limit))
+        cost = self.cost(num_requests)[: 2 + 2 * self.longest]
+        length = int(plan(self.planner.acceptance[None], cost))
         self.longest = max(self.longest, length)
         return length
 
