@@ -163,8 +163,11 @@ def generate(
         True
     """
     sampler = method if isinstance(method, RejectionSampler) else RejectionSampler(method)
-    is_auto = isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"
-    most = check_count("max_draft_tokens", max_draft_tokens, MOST_DRAFT_TOKENS) if is_auto else num_draft_tokens
+    is_auto = num_draft_tokens == "auto"
+    if is_auto:
+        most = check_count("max_draft_tokens", max_draft_tokens, MOST_DRAFT_TOKENS)
+    else:
+        most = check_count("num_draft_tokens", num_draft_tokens)
     check_options(sampler, most, on_step, accept_stop_tokens)
     check_stop_below(stop_below, draft)
     if tree is not None and (is_auto or stop_below is not None):
@@ -223,7 +226,6 @@ def check_options(
     sampler: RejectionSampler, num_draft_tokens: int, on_step: Callable[[Step], object] | None, accept_stop_tokens: bool
 ) -> None:
     """Check the arguments that depend on no model."""
-    check_count("num_draft_tokens", num_draft_tokens)
     rates = num_draft_tokens if sampler.schedule is None else len(sampler.schedule.joint_rates)
     if num_draft_tokens > rates:
         raise ValueError(

@@ -116,8 +116,9 @@ class CachedModel:
         The cache lacks the next step's last token. The cache of a draft model may lack the last draft too, and all tokens
         of steps without drafts: columns that one request lacks are cut off for every request.
         """
-        if self.num_columns <= alignment.max_shift:  # all columns that are left are those of finished requests
-            return self.clear()
+        if self.num_columns <= alignment.max_shift:  # it has only columns of finished requests, or none
+            self.clear()
+            return
         self.num_columns = min(alignment.width - 1, self.num_columns - alignment.max_shift)
         for layer in self.filled_layers():
             layer.keys = alignment(layer.keys, self.num_columns, dim=-2)
