@@ -134,8 +134,9 @@ class Lengths:
         """Return the cost of a step; it is measured for powers of two."""
         rounded = 1 << (num_requests - 1).bit_length()
         if rounded not in self.costs:
-            options = {"num_requests": rounded, "num_draft_tokens": self.most, "method": self.sampler}
-            self.costs[rounded] = measure_cost(self.target, self.draft, **options)
+            self.costs[rounded] = measure_cost(
+                self.target, self.draft, num_requests=rounded, num_draft_tokens=self.most, method=self.sampler
+            )
         return self.costs[rounded]
 
     def next(self, num_requests: int) -> int:
