@@ -10,13 +10,14 @@ if typing.TYPE_CHECKING:
     from specdecode.adjustments import Adjustments
     from specdecode.batch import SamplerOutput, Sampling, TreeOutput
     from specdecode.drafting import DraftOutput, sample
-    from specdecode.metrics import AcceptanceStats
+    from specdecode.metrics import AcceptanceRecord, AcceptanceStats
     from specdecode.planning import DraftPlanner, plan
     from specdecode.sampler import RejectionSampler
     from specdecode.sharding import VocabShard
     from specdecode.synthetic import AcceptanceSchedule
 
 __all__ = [
+    "AcceptanceRecord",
     "AcceptanceSchedule",
     "AcceptanceStats",
     "Adjustments",
@@ -33,6 +34,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
+    "AcceptanceRecord": "metrics",
     "AcceptanceSchedule": "synthetic",
     "AcceptanceStats": "metrics",
     "Adjustments": "adjustments",

@@ -13,14 +13,41 @@ sum of emitted_i / drafts. Only emitted_i has a position K, for the token after 
 import math
 import threading
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import TypedDict
 
 import torch
 
-from specdecode.arguments import INTEGERS, MOST_DRAFT_TOKENS, check_count, check_tensor, shown
+from specdecode.arguments import INTEGERS, MOST_DRAFT_TOKENS, check_count, check_tensor, check_values, on_host, shown
 from specdecode.batch import SamplerOutput, TreeOutput
 
 _LOCK = threading.Lock()
 """Held while counters are made or changed. One for all statistics, because an object that has a lock cannot be copied."""
+
+
+class AcceptanceRecord(TypedDict):
+    """The acceptance of one request, in the names of vLLM's `metrics.speculative_decoding` and AIPerf's record."""
+
+    mean_acceptance_length: float
+    """1 + num_accepted_draft_tokens / num_spec_steps."""
+
+    draft_acceptance_rate: float
+    """num_accepted_draft_tokens / num_draft_tokens."""
+
+    acceptance_histogram: list[int]
+    """num_spec_tokens + 1 ints: steps that accepted exactly j drafts."""
+
+    num_spec_steps: int
+    """Verifications of at least one draft token."""
+
+    num_accepted_draft_tokens: int
+    """Draft tokens accepted and kept."""
+
+    num_draft_tokens: int
+    """Draft tokens verified."""
+
+    num_spec_tokens: int
+    """K, the most draft tokens of a step."""
 
 
 class AcceptanceStats:
@@ -41,6 +68,8 @@ class AcceptanceStats:
         num_draft_tokens: K, the most draft tokens that an output may hold per request, at least 1.
         device: where the counters are. None means on the device of the first output; the first update then makes them.
             Give a device if the first update is captured in a CUDA graph: the counters must exist before the capture.
+        per_request: whether to count each request by itself, for `records`, too. The first update makes the counters then,
+            for as many requests as its output has.
 
     Raises:
         TypeError: `num_draft_tokens` is not an int.
@@ -60,6 +89,8 @@ class AcceptanceStats:
         [1.0, 0.0]
         >>> stats.draft_tokens_per_position
         [2, 1]
+        >>> stats.acceptance_histogram
+        [0, 2, 0]
         >>> print(stats)
         -------- Speculative decoding --------
         Acceptance rate (%):             66.67
@@ -73,14 +104,28 @@ class AcceptanceStats:
         --------------------------------------
     """
 
-    def __init__(self, num_draft_tokens: int, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, num_draft_tokens: int, device: torch.device | str | None = None, *, per_request: bool = False
+    ) -> None:
         self.num_draft_tokens = check_count("num_draft_tokens", num_draft_tokens, MOST_DRAFT_TOKENS)
+        if not isinstance(per_request, bool):
+            raise TypeError(f"per_request: expected True or False, got {shown(per_request)}")
+        if per_request and device is not None:
+            raise ValueError(
+                f"device: expected None with per_request, got {shown(device)}: the first update makes counters"
+            )
+        self.per_request = per_request
         try:
             self._counts = None if device is None else self._new_counts(torch.device(device))
         except (RuntimeError, TypeError, AssertionError) as error:  # PyTorch without CUDA fails an assertion
             raise ValueError(f"device: expected a device that PyTorch can use here, got {shown(device)}") from error
 
-    def update(self, output: SamplerOutput | TreeOutput, num_tokens: torch.Tensor | None = None) -> None:
+    def update(
+        self,
+        output: SamplerOutput | TreeOutput,
+        num_tokens: torch.Tensor | None = None,
+        requests: torch.Tensor | None = None,
+    ) -> None:
         """Count one verification step, without synchronising.
 
         In a captured CUDA graph every replay counts its step again.
@@ -92,11 +137,14 @@ class AcceptanceStats:
                 keeps, for example up to a stop token. More than were emitted means all of them. A step emits at least one
                 token, so 0 or less means that the request had ended before the step: then neither it nor its draft tokens
                 are counted. None = all emitted tokens.
+            requests: [batch] int32 or int64, on the device of the output: the number of each request, from 0 to one less
+                than the requests of the first update. Only used with `per_request`. None = 0, 1, ...
 
         Raises:
-            TypeError: `output` is not a SamplerOutput or a TreeOutput, or `num_tokens` is not a tensor of such integers.
-            ValueError: `output` holds more draft tokens than `num_draft_tokens`, or is not where the counters are;
-                `num_tokens` has another shape or is on another device.
+            TypeError: `output` is not a SamplerOutput or a TreeOutput, or a tensor is not of such integers.
+            ValueError: `output` holds more draft tokens than `num_draft_tokens`, or is not where the counters are; a tensor
+                has another shape or device; a number of `requests` is out of range. On a CUDA device such a request is not
+                counted.
             RuntimeError: there are no counters yet and a CUDA graph is being captured.
 
         Example:
@@ -130,9 +178,19 @@ class AcceptanceStats:
         is_counted = (drafted > 0) & (kept > 0)
         reached = torch.stack((accepted, drafted, kept)) * is_counted  # [3, batch]
         with _exclusively():
-            counts = self._counts_for(reached.device)
-            positions = torch.arange(counts.shape[1], device=counts.device)
-            counts += (reached[:, :, None] > positions).sum(dim=1)
+            counts = self._counts_for(reached.device, reached.shape[1])
+            is_reached = reached[:, :, None] > torch.arange(counts.shape[2], device=counts.device)
+            if not self.per_request:
+                counts += is_reached.sum(dim=1, keepdim=True)
+                return
+            num_requests = counts.shape[1]
+            if requests is None:
+                requests = torch.arange(len(accepted), device=counts.device)
+            check_tensor("requests", requests, INTEGERS, tuple(accepted.shape), counts.device)
+            is_known = (requests >= 0) & (requests < num_requests)
+            if on_host(requests):
+                check_values("requests", requests, is_known, f"numbers in [0, {num_requests})")
+            counts.index_add_(1, requests.clamp(0, num_requests - 1), (is_reached & is_known[:, None]).to(counts.dtype))
 
     def reset(self) -> None:
         """Set the counters to zero, for example after a warm-up. Captured CUDA graphs keep counting into them."""
@@ -152,7 +210,7 @@ class AcceptanceStats:
             expected, got = self.num_draft_tokens, other.num_draft_tokens
             raise ValueError(f"other: expected statistics for num_draft_tokens = {expected}, got {got}")
         total = AcceptanceStats(self.num_draft_tokens, device="cpu")
-        total._counts = self._on_host() + other._on_host()
+        total._counts = self._total().unsqueeze(1) + other._total().unsqueeze(1)
         return total
 
     def __radd__(self, other: int) -> "AcceptanceStats":
@@ -207,6 +265,26 @@ class AcceptanceStats:
         """Draft tokens accepted and kept; recovered and bonus tokens are not drafts. Synchronises."""
         return sum(self._read()[0])
 
+    @property
+    def acceptance_histogram(self) -> list[int]:
+        """Verifications that accepted (and kept) exactly j drafts, for j from 0 to `num_draft_tokens`. Synchronises.
+
+        One that accepted j drafts emitted j + 1 tokens, if all of them were kept.
+        """
+        return _record(*self._read()[:2])["acceptance_histogram"]
+
+    @property
+    def records(self) -> list[AcceptanceRecord | None]:
+        """The acceptance of each request; None for one without drafts so far. Synchronises.
+
+        Raises:
+            RuntimeError: the statistics were made without `per_request`.
+        """
+        if not self.per_request:
+            raise RuntimeError("records: need AcceptanceStats(..., per_request=True), got per_request=False")
+        accepted, drafted, _ = self._on_host()[:, :, :-1].tolist()
+        return [_record(*counts) if counts[1][0] else None for counts in zip(accepted, drafted)]
+
     def __str__(self) -> str:
         """Return a table to paste into a report. Synchronises once."""
         accepted, drafted, emitted = self._read()
@@ -223,7 +301,7 @@ class AcceptanceStats:
         width = max(map(len, lines))
         return "\n".join([" Speculative decoding ".center(width, "-"), *lines, "-" * width])
 
-    def _counts_for(self, device: torch.device) -> torch.Tensor:
+    def _counts_for(self, device: torch.device, num_requests: int) -> torch.Tensor:
         """Return the counters for outputs on a device; the first call makes them."""
         if self._counts is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -231,20 +309,27 @@ class AcceptanceStats:
                     "device: AcceptanceStats needs one if its first update is captured in a CUDA graph, got None; "
                     "counters made inside a capture would start from zero at every replay"
                 )
-            self._counts = self._new_counts(device)
+            self._counts = self._new_counts(device, num_requests if self.per_request else 1)
         if device != self._counts.device:
             raise ValueError(f"output: expected on {self._counts.device}, where the counters are, got {device}")
         return self._counts
 
-    def _new_counts(self, device: torch.device) -> torch.Tensor:
-        """Return zeros for accepted_i, drafted_i and emitted_i, [3, num_draft_tokens + 1] int64."""
+    def _new_counts(self, device: torch.device, num_requests: int = 1) -> torch.Tensor:
+        """Return zeros for accepted_i, drafted_i and emitted_i, [3, num_requests, num_draft_tokens + 1] int64.
+
+        Without `per_request` all requests are counted as one.
+        """
         with torch.inference_mode(False):  # an inference tensor could only be updated in inference mode
-            return torch.zeros(3, self.num_draft_tokens + 1, dtype=torch.int64, device=device)
+            return torch.zeros(3, num_requests, self.num_draft_tokens + 1, dtype=torch.int64, device=device)
 
     def _read(self) -> tuple[list[int], list[int], list[int]]:
         """Return accepted_i and drafted_i for every draft position, and emitted_i, waiting for the device."""
-        accepted, drafted, emitted = self._on_host().tolist()
+        accepted, drafted, emitted = self._total().tolist()
         return accepted[:-1], drafted[:-1], emitted
+
+    def _total(self) -> torch.Tensor:
+        """Return the counters of all requests together on the CPU, [3, num_draft_tokens + 1], waiting for the device."""
+        return self._on_host().sum(dim=1)
 
     def _on_host(self) -> torch.Tensor:
         """Return the counters on the CPU, waiting for the device; zeros if there are none yet."""
@@ -254,6 +339,20 @@ class AcceptanceStats:
 def _exclusively() -> AbstractContextManager[object]:
     """Return a lock against other threads that change counters; torch.compile cannot trace a lock, and gets none."""
     return nullcontext() if torch.compiler.is_compiling() else _LOCK
+
+
+def _record(accepted: list[int], drafted: list[int]) -> AcceptanceRecord:
+    """Return the record of one request, given accepted_i and drafted_i for every draft position."""
+    num_steps, num_accepted, num_drafted = drafted[0], sum(accepted), sum(drafted)
+    return {
+        "mean_acceptance_length": 1 + _ratio(num_accepted, num_steps),
+        "draft_acceptance_rate": _ratio(num_accepted, num_drafted),
+        "acceptance_histogram": [more - fewer for more, fewer in pairwise([num_steps, *accepted, 0])],
+        "num_spec_steps": num_steps,
+        "num_accepted_draft_tokens": num_accepted,
+        "num_draft_tokens": num_drafted,
+        "num_spec_tokens": len(accepted),
+    }
 
 
 def _ratio(count: int, total: int) -> float:

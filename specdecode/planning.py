@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdecode.arguments import INTEGERS, MOST_DRAFT_TOKENS, check_count, check_type, check_values, on_host, shown
-from specdecode.batch import SamplerOutput
+from specdecode.arguments import MOST_DRAFT_TOKENS, check_count, check_tensor, check_type, check_values, on_host, shown
+from specdecode.batch import SamplerOutput, TreeOutput
 
-FLOATS = (torch.float32, torch.float64)
+FLOATS, INTEGERS = (torch.float32, torch.float64), (torch.int32, torch.int64)
 
 
 class DraftPlanner:
@@ -22,9 +22,9 @@ class DraftPlanner:
     the device, and both can be captured in a CUDA graph once the planner is on it.
 
     The rate of position i is the number of drafts accepted there divided by the number judged there, drafts whose
-    predecessors were accepted. All counts are multiplied by `decay` in each step, so that old steps are forgotten. One
-    accepted draft is added to each position: without data a position counts as always accepted, so that long drafts are
-    tried at first, and again some time after the last one.
+    predecessors were accepted. All counts are multiplied by `decay` in each step, so that old steps are forgotten. One draft
+    is added to each position, with the rate of all positions before it, and 1 at the first: long drafts are tried at first,
+    and again some time after the last one. In a group one draft with the rate of all groups is added to each position.
 
     Args:
         num_draft_tokens: K, the most draft tokens of a request, at least 1.
@@ -32,6 +32,7 @@ class DraftPlanner:
             or a float tensor. No planned call has more than len(cost) - 1 tokens. cost[0] is not used. Counts and plans are
             on the device of a tensor; with numbers on the CPU, and from the first update on where its output is.
         decay: the weight of a step relative to the next one, above 0 and at most 1.
+        num_groups: groups of requests with rates of their own. Plan by `specdecode.plan(planner.acceptance[groups], cost)`.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -43,69 +44,72 @@ class DraftPlanner:
         >>> import torch
         >>> from specdecode import DraftPlanner, RejectionSampler
         >>> planner = DraftPlanner(num_draft_tokens=3, cost=[10] * 9 + [15, 20, 25])
-        >>> planner.plan(2)
-        tensor([3, 3])
-        >>> target_logits = torch.zeros(2, 4, 5)
-        >>> target_logits[:, :, 3] = 1.0
+        >>> target_logits = torch.eye(5)[[3, 3, 3, 3]].expand(2, 4, 5)
         >>> output = RejectionSampler("strict")(target_logits, torch.tensor([[3, 4, 4], [3, 4, 4]]), temperature=0.0)
         >>> for _ in range(50):
         ...     planner.update(output)
         >>> planner.acceptance.round(decimals=2).tolist()
-        [1.0, 0.01, 1.0]
+        [1.0, 0.01, 0.5]
         >>> planner.plan(5)
         tensor([1, 1, 1, 0, 0])
     """
 
-    def __init__(self, num_draft_tokens: int, cost: Sequence[float] | Tensor, *, decay: float = 0.99) -> None:
+    def __init__(
+        self, num_draft_tokens: int, cost: Sequence[float] | Tensor, *, decay: float = 0.99, num_groups: int = 1
+    ) -> None:
         self.num_draft_tokens = check_count("num_draft_tokens", num_draft_tokens, MOST_DRAFT_TOKENS)
         if not isinstance(decay, int | float):
             raise TypeError(f"decay: expected a number, got {shown(decay)} ({type(decay).__name__})")
         if not 0 < decay <= 1:
             raise ValueError(f"decay: expected a number above 0 and at most 1, got {shown(decay)}")
         self.decay = decay
+        self.num_groups = check_count("num_groups", num_groups)
         self._cost = _check_cost(cost)
-        self._counts = torch.zeros(2, self.num_draft_tokens, dtype=torch.float64, device=self._cost.device)
+        shape = (2, self.num_groups, self.num_draft_tokens)  # accepted and judged drafts
+        self._counts = torch.zeros(shape, dtype=torch.float64, device=self._cost.device)
         self._has_device = isinstance(cost, Tensor)
 
-    def update(self, output: SamplerOutput) -> None:
+    def update(self, output: SamplerOutput | TreeOutput, groups: Tensor | None = None) -> None:
         """Count one verification step, without synchronising.
 
         Args:
-            output: the result of a verification of at most `num_draft_tokens` draft tokens per request.
+            output: the result of a verification of at most `num_draft_tokens` drafts per request, or of trees that deep.
+            groups: [batch] int32 or int64, the group of each request; a request of no group is not counted. None: group 0.
 
         Raises:
-            TypeError: `output` is not a SamplerOutput.
-            ValueError: `output` holds more draft tokens than `num_draft_tokens`, or is on another device.
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: `output` holds more draft tokens than `num_draft_tokens`; an argument of another shape or device.
         """
-        if not isinstance(output, SamplerOutput):
+        if not isinstance(output, SamplerOutput | TreeOutput):
             raise TypeError(f"output: expected a SamplerOutput, got {type(output).__name__}")
         width, most = output.token_ids.shape[1] - 1, self.num_draft_tokens
         if width > most:
             raise ValueError(f"output: expected at most num_draft_tokens = {most} drafts per request, got {width}")
-        device = output.num_accepted.device
+        accepted, drafted = output.num_accepted[:, None], output.num_draft_tokens[:, None]
+        device = accepted.device
         if not self._has_device:
-            self._cost, self._counts = self._cost.to(device), self._counts.to(device)
-            self._has_device = True
+            self._cost, self._counts, self._has_device = self._cost.to(device), self._counts.to(device), True
         if device != self._counts.device:
             raise ValueError(f"output: expected on {self._counts.device}, where the planner is, got {device}")
-        positions = torch.arange(self.num_draft_tokens, device=device)
-        accepted, drafted = output.num_accepted[:, None], output.num_draft_tokens[:, None]
+        if groups is None:
+            groups = torch.zeros_like(output.num_accepted)
+        check_tensor("groups", groups, INTEGERS, tuple(output.num_accepted.shape), device)
+        positions = torch.arange(most, device=device)
         is_accepted = accepted > positions
         is_judged = (accepted >= positions) & (drafted > positions)
-        self._counts.mul_(self.decay).add_(torch.stack((is_accepted.sum(0), is_judged.sum(0))))
+        is_member = groups == torch.arange(self.num_groups, device=device)[:, None]
+        self._counts.mul_(self.decay).add_(is_member.double() @ torch.stack((is_accepted, is_judged)).double())
 
     @property
     def acceptance(self) -> Tensor:
-        """[num_draft_tokens] float64: the learned conditional acceptance by position, on the planner's device."""
+        """The conditional acceptance, float64: [num_draft_tokens], of several groups [num_groups, num_draft_tokens]."""
         accepted, judged = self._counts
-        rates: Tensor = (accepted + 1) / (judged + 1)
-        return rates
+        return self._rates() if self.num_groups == 1 else (accepted + self._rates()) / (judged + 1)
 
     def plan(self, num_requests: int, budget: int | None = None) -> Tensor:
         """Return the lengths for the next step, [num_requests] int64, without synchronising.
 
-        All requests have the same learned rates, so lengths differ by at most 1, the longer ones first. With rates for each
-        request use [`specdecode.plan`][specdecode.plan].
+        All requests have the rates of all groups together, so lengths differ by at most 1, the longer ones first.
 
         Args:
             num_requests: the number of requests, at least 1 and at most len(cost) - 1.
@@ -117,8 +121,14 @@ class DraftPlanner:
         """
         check_count("num_requests", num_requests, len(self._cost) - 1)
         most = len(self._cost) if budget is None else check_count("budget", budget, least=0)
-        joint_rates = self.acceptance.cumprod(0).expand(num_requests, -1)
-        return _plan(joint_rates, self._cost[: num_requests + 1 + most])
+        return _plan(self._rates().cumprod(0).expand(num_requests, -1), self._cost[: num_requests + 1 + most])
+
+    def _rates(self) -> Tensor:
+        """Return the conditional acceptance by position, all groups together, [num_draft_tokens] float64."""
+        accepted, judged = counts = self._counts.sum(1)
+        accepted_before, judged_before = counts.cumsum(1) - counts
+        rates: Tensor = (accepted + (accepted_before + 1) / (judged_before + 1)) / (judged + 1)
+        return rates
 
 
 def plan(acceptance: Tensor, cost: Sequence[float] | Tensor, most: Tensor | None = None) -> Tensor:
@@ -143,8 +153,6 @@ def plan(acceptance: Tensor, cost: Sequence[float] | Tensor, most: Tensor | None
         >>> import torch
         >>> from specdecode import plan
         >>> acceptance = torch.tensor([[0.9, 0.5], [0.5, 0.8]])
-        >>> plan(acceptance, cost=[8, 9, 10, 11, 12, 13, 14])
-        tensor([2, 2])
         >>> plan(acceptance, cost=[8, 9, 10, 11, 12, 26, 28])  # a fifth token makes the call slow
         tensor([1, 1])
     """
@@ -159,13 +167,9 @@ def plan(acceptance: Tensor, cost: Sequence[float] | Tensor, most: Tensor | None
         raise ValueError(f"cost: expected on {device}, where acceptance is, got {cost.device}")
     if len(costs) <= len(acceptance):
         raise ValueError(f"cost: expected more than num_requests = {len(acceptance)} values, got {len(costs)}")
-    if most is not None:
-        check_type("most", most, INTEGERS)
-        if most.shape != acceptance.shape[:1] or most.device != device:
-            got = f"{list(most.shape)} on {most.device}"
-            raise ValueError(f"most: expected shape [{len(acceptance)}] on {device}, got {got}")
     joint_rates = acceptance.double().cumprod(1)
     if most is not None:
+        check_tensor("most", most, INTEGERS, (len(acceptance),), device)
         joint_rates.masked_fill_(torch.arange(joint_rates.shape[1], device=device) >= most[:, None], -torch.inf)
     return _plan(joint_rates, costs.to(device))
 

@@ -415,3 +415,57 @@ def test_statistics_of_several_runs_add_up() -> None:
         first + AcceptanceStats(num_draft_tokens=2)
     with pytest.raises(TypeError):
         first + 1
+
+
+def test_the_histogram_counts_the_steps_that_accepted_so_many_drafts() -> None:
+    stats = AcceptanceStats(num_draft_tokens=3)
+    stats.update(make_output([0, 2, 3, 2, 0], [3, 2, 3, 3, 0]))
+    assert stats.acceptance_histogram == [1, 0, 2, 1]
+    stats.update(make_output([3]), torch.tensor([1]))  # keeps one
+    assert stats.acceptance_histogram == [1, 1, 2, 1]
+
+
+def test_records_of_requests_have_the_names_and_identities_of_vllm_and_aiperf() -> None:
+    stats, together = AcceptanceStats(num_draft_tokens=3, per_request=True), AcceptanceStats(num_draft_tokens=3)
+    for output, requests in [
+        (make_output([3, 0, 1]), None),
+        (make_output([2, 1], [2, 3]), torch.tensor([2, 0])),
+        (make_output([0], [0]), torch.tensor([1], dtype=torch.int32)),
+    ]:
+        stats.update(output, requests=requests)
+        together.update(output)
+    assert stats.records[0] == {
+        "mean_acceptance_length": 3.0,
+        "draft_acceptance_rate": 4 / 6,
+        "acceptance_histogram": [0, 1, 0, 1],
+        "num_spec_steps": 2,
+        "num_accepted_draft_tokens": 4,
+        "num_draft_tokens": 6,
+        "num_spec_tokens": 3,
+    }
+    for record in stats.records:
+        histogram = record["acceptance_histogram"]
+        assert sum(histogram) == record["num_spec_steps"]
+        assert sum(j * steps for j, steps in enumerate(histogram)) == record["num_accepted_draft_tokens"]
+    assert str(stats) == str(together)
+    assert str(stats + together) == str(together + together)
+
+
+def test_a_request_without_drafts_has_no_record() -> None:
+    stats = AcceptanceStats(num_draft_tokens=3, per_request=True)
+    assert stats.acceptance_histogram == [0, 0, 0, 0]
+    stats.update(make_output([1, 0], [3, 0]))
+    assert [record is None for record in stats.records] == [False, True]
+
+
+def test_requests_must_be_known() -> None:
+    with pytest.raises(ValueError, match=r"^device: expected None with per_request"):
+        AcceptanceStats(3, "cpu", per_request=True)
+    with pytest.raises(RuntimeError, match=r"^records: need"):
+        _ = AcceptanceStats(3).records
+    stats = AcceptanceStats(3, per_request=True)
+    stats.update(make_output([1, 2]))
+    with pytest.raises(ValueError, match=r"^requests: expected numbers in \[0, 2\), got 2 at \[1\]$"):
+        stats.update(make_output([1, 2]), requests=torch.tensor([0, 2]))
+    with pytest.raises(ValueError, match=r"^requests: expected numbers in \[0, 2\), got 2 at \[2\]$"):
+        stats.update(make_output([1, 2, 3]))

@@ -7,6 +7,7 @@ modules in this order:
     loop               a step: draft, verify, advance, realign
     requests           the requests of a batch, and where their columns go from step to step
     drafters           a draft model, prompt lookup, or neither
+    lengths            how many drafts: planned from measured times, for `num_draft_tokens="auto"`
     models             a model with its cache, and which models are supported
     stops              stop tokens and stop strings
     generation_config  the fields of a generation config
@@ -17,6 +18,7 @@ modules in this order:
 
 from specdecode.integrations.transformers.drafters import PromptLookup
 from specdecode.integrations.transformers.generation import generate
+from specdecode.integrations.transformers.lengths import measure_cost
 from specdecode.integrations.transformers.outputs import GenerationOutput, Step, TokenKind
 
-__all__ = ["GenerationOutput", "PromptLookup", "Step", "TokenKind", "generate"]
+__all__ = ["GenerationOutput", "PromptLookup", "Step", "TokenKind", "generate", "measure_cost"]

@@ -137,6 +137,7 @@ class ModelDrafter(Drafter):
     vocab_size: int  # of the target
     stops: Stops
     with_stop: bool  # whether a token that ends the text may be drafted
+    stop_below: float | None  # a request stops drafting where no token of a row is as likely
 
     @property
     def models(self) -> list[CachedModel]:
@@ -149,6 +150,10 @@ class ModelDrafter(Drafter):
             row = self.row(tokens, batch, i, drafts)
             if self.processors:
                 drafts = drafts & (row > -torch.inf).any(dim=1)  # processors may have left nothing
+            if self.stop_below is not None:  # before the draw: then the output stays exact
+                drafts = drafts & (row.float().softmax(dim=1).amax(dim=1) >= self.stop_below)
+                if not drafts.any():
+                    break
             lengths = batch.lengths + i
             drawn.append(
                 self.sampler.draft(row, **batch.sampling._asdict(), seeds=batch.seeds, positions=lengths, offset=i)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from specdecode import AcceptanceStats, RejectionSampler, Sampling
 from specdecode.arguments import (
+    MOST_DRAFT_TOKENS,
     Sizes,
     check_count,
     check_number,
@@ -21,6 +22,7 @@ from specdecode.arguments import (
     check_truncation,
     check_type,
     seed_each,
+    shown,
 )
 from specdecode.integrations.transformers.drafters import Drafter, LookupDrafter, ModelDrafter, PromptLookup
 from specdecode.integrations.transformers.generation_config import (
@@ -32,6 +34,7 @@ from specdecode.integrations.transformers.generation_config import (
     merged_num_return_sequences,
     merged_sampling,
 )
+from specdecode.integrations.transformers.lengths import Lengths
 from specdecode.integrations.transformers.loop import Loop
 from specdecode.integrations.transformers.models import CachedModel
 from specdecode.integrations.transformers.outputs import GenerationOutput, Step
@@ -50,7 +53,7 @@ def generate(
     attention_mask: Tensor | None = None,
     *,
     method: Method | RejectionSampler = "probabilistic",
-    num_draft_tokens: int = 4,
+    num_draft_tokens: int | Literal["auto"] = 4,
     max_new_tokens: int | None = None,
     max_length: int | None = None,
     temperature: float | Tensor | None = None,
@@ -69,6 +72,8 @@ def generate(
     tokenizer: Any = None,
     token_type_ids: Tensor | None = None,
     tree: Sequence[int] | None = None,
+    max_draft_tokens: int = 16,
+    stop_below: float | None = None,
 ) -> GenerationOutput:
     """Generate tokens with the target model's distribution, in fewer calls of the target than tokens.
 
@@ -90,7 +95,11 @@ def generate(
         input_ids: [batch, prompt] int64, padded on the left.
         attention_mask: [batch, prompt] bool, int32 or int64, 0 = padding; None = no padding.
         method: a verification method, or a sampler, such as a synthetic one with its schedule.
-        num_draft_tokens: K, the most drafts per step and request, at least 1. Near the end there are fewer.
+        num_draft_tokens: K, the most drafts per step and request, at least 1. Near the end there are fewer. "auto": planned
+            for each step by a [`DraftPlanner`][specdecode.DraftPlanner] from the acceptance in the steps before it and the
+            cost that [`measure_cost`][specdecode.integrations.transformers.measure_cost] finds, once for each model. The
+            distribution stays the target's. But other lengths give other tokens, unless the method is `"strict"`: then they
+            depend on the measured times and on the rest of the batch.
         max_new_tokens: the most new tokens per request, at least 1. Give this or `max_length`; without either, the config's
             `max_new_tokens` or else its `max_length` holds.
         max_length: the most columns of `sequences`, prompt and padding included, as in transformers.
@@ -124,6 +133,10 @@ def generate(
         tree: widths by level, each at most 8, in place of `num_draft_tokens`: (4, 2, 1) drafts four candidates for the next
             token, two after each of them, and one after each of these. The method must be `"strict"`, the drafter a draft
             model, and both models must take 4-D attention masks.
+        max_draft_tokens: the most drafts per step and request with `num_draft_tokens="auto"`.
+        stop_below: end a request's drafts before the first row of the draft model whose largest probability, at temperature
+            1 and without truncation, is less than this number from 0 to 1. That is decided before a token is drawn from the
+            row, so the output stays exact. None = never. Needs a draft model.
 
     Returns:
         The sequences, the kind of each new token, and acceptance statistics.
@@ -150,7 +163,15 @@ def generate(
         True
     """
     sampler = method if isinstance(method, RejectionSampler) else RejectionSampler(method)
-    check_options(sampler, num_draft_tokens, on_step, accept_stop_tokens)
+    is_auto = num_draft_tokens == "auto"
+    if is_auto:
+        most = check_count("max_draft_tokens", max_draft_tokens, MOST_DRAFT_TOKENS)
+    else:
+        most = check_count("num_draft_tokens", num_draft_tokens)
+    check_options(sampler, most, on_step, accept_stop_tokens)
+    check_stop_below(stop_below, draft)
+    if tree is not None and (is_auto or stop_below is not None):
+        raise ValueError('tree: expected None with num_draft_tokens="auto" or stop_below, which end chains of drafts')
     target_model = CachedModel("target", target)
     draft_model = None if draft is None or isinstance(draft, PromptLookup) else CachedModel("draft", draft)
     device, vocab_size = target.device, target_model.vocab_size
@@ -181,18 +202,19 @@ def generate(
 
     drafter = Drafter()
     if draft_model is not None:
-        drafter = ModelDrafter(draft_model, sampler, processors, vocab_size, stops, accept_stop_tokens)
+        drafter = ModelDrafter(draft_model, sampler, processors, vocab_size, stops, accept_stop_tokens, stop_below)
     elif draft is not None:
         drafter = LookupDrafter(draft, vocab_size, stops, accept_stop_tokens)
-    stats = None if draft is None else AcceptanceStats(num_draft_tokens, device=device)
+    stats = None if draft is None else AcceptanceStats(most, per_request=True)
     on_step = streaming(streamer, input_ids, on_step)
-    loop = Loop(target_model, drafter, sampler, num_draft_tokens, stops, processors, stats, on_step)
+    lengths = Lengths(target, draft, sampler, len(input_ids), most) if is_auto and draft is not None else None
+    loop = Loop(target_model, drafter, sampler, most, stops, processors, stats, on_step, lengths)
     if tree is not None:
         loop = with_tree(loop, tree)
-    lengths = prompts.sum(1)
-    requests = [Request(row, length, length + max_new_tokens) for row, length in enumerate(lengths.tolist())]
+    prompt_lengths = prompts.sum(1)
+    requests = [Request(row, length, length + max_new_tokens) for row, length in enumerate(prompt_lengths.tolist())]
     tokens = input_ids.masked_fill(~prompts, 0)[:, -longest_prompt:].to(device)
-    batch = Batch(requests, tokens, lengths.to(device), sampling, seeds)
+    batch = Batch(requests, tokens, prompt_lengths.to(device), sampling, seeds)
     while batch.requests:
         batch = loop.step(batch)
     if streamer is not None:
@@ -204,7 +226,6 @@ def check_options(
     sampler: RejectionSampler, num_draft_tokens: int, on_step: Callable[[Step], object] | None, accept_stop_tokens: bool
 ) -> None:
     """Check the arguments that depend on no model."""
-    check_count("num_draft_tokens", num_draft_tokens)
     rates = num_draft_tokens if sampler.schedule is None else len(sampler.schedule.joint_rates)
     if num_draft_tokens > rates:
         raise ValueError(
@@ -214,6 +235,18 @@ def check_options(
         raise TypeError(f"on_step: expected a function of a Step, got {type(on_step).__name__}")
     if not accept_stop_tokens and sampler.method != "synthetic":
         raise ValueError(f"accept_stop_tokens: False is only for method 'synthetic', got method {sampler.method!r}")
+
+
+def check_stop_below(stop_below: float | None, draft: Any) -> None:
+    """Raise unless `stop_below` is a probability and there is a draft model, or it is None."""
+    if stop_below is None:
+        return
+    if isinstance(stop_below, bool) or not isinstance(stop_below, int | float):
+        raise TypeError(f"stop_below: expected a number or None, got {shown(stop_below)} ({type(stop_below).__name__})")
+    if not 0 <= stop_below <= 1:
+        raise ValueError(f"stop_below: expected a number in [0, 1], got {shown(stop_below)}")
+    if draft is None or isinstance(draft, PromptLookup):
+        raise ValueError(f"stop_below: expected None without a draft model, got {shown(stop_below)}")
 
 
 def check_prompts(input_ids: Tensor, attention_mask: Tensor | None, num_embeddings: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specdecode import AcceptanceStats, RejectionSampler, SamplerOutput
 from specdecode.integrations.transformers.drafters import Drafter, Drafts
+from specdecode.integrations.transformers.lengths import Lengths
 from specdecode.integrations.transformers.models import CachedModel
 from specdecode.integrations.transformers.outputs import GenerationOutput, Step
 from specdecode.integrations.transformers.processors import Processors
@@ -29,13 +30,15 @@ class Loop:
     processors: Processors
     stats: AcceptanceStats | None
     on_step: Callable[[Step], object] | None
+    lengths: Lengths | None  # plans the number of drafts, at most num_draft_tokens
 
     def step(self, batch: Batch) -> Batch:
         """Draft, verify and advance. Return the requests that are not finished, right-aligned again."""
         before = [request.length for request in batch.requests]
         # Each request drafts at most one token less than its own limit allows, because a token follows the drafts. What
         # a request emits must not depend on the limits of the others.
-        most = [min(self.num_draft_tokens, request.limit - request.length - 1) for request in batch.requests]
+        length = self.num_draft_tokens if self.lengths is None else self.lengths.next(len(batch.requests))
+        most = [min(length, request.limit - request.length - 1) for request in batch.requests]
         drafts = self.drafter.draft(batch, torch.tensor(most, device=batch.tokens.device), max(most))
         output = self.verify(batch, drafts)
         num_tokens = []
@@ -44,7 +47,11 @@ class Loop:
             if self.on_step is not None:
                 self.on_step(step)
         if self.stats is not None:
-            self.stats.update(output, torch.tensor(num_tokens, device=output.token_ids.device))
+            device = output.token_ids.device
+            rows = torch.tensor([request.row for request in batch.requests], device=device)
+            self.stats.update(output, torch.tensor(num_tokens, device=device), rows)
+        if self.lengths is not None:
+            self.lengths.update(output)
         return self.realigned(batch, before, output.token_ids)
 
     def verify(self, batch: Batch, drafts: Drafts) -> SamplerOutput:

@@ -45,10 +45,14 @@ class CachedModel:
         # The sizes of the two embeddings can differ from each other and from the config.
         self.vocab_size = logits_width(model)
         self.num_embeddings: int = num_rows(model, "get_input_embeddings") or self.vocab_size
-        self.cache = DynamicCache()  # without the config: sliding-window layers then keep all columns
-        self.num_columns = 0
+        self.clear()
         self.last_position = 0  # the last one that a token can have, set by check_lengths
         self.calls = 0
+
+    def clear(self) -> None:
+        """Empty the cache."""
+        self.cache = DynamicCache()  # without the config: sliding-window layers then keep all columns
+        self.num_columns = 0
 
     def logits(self, tokens: Tensor, lengths: Tensor, keep: int) -> Tensor:
         """Return the logits of the last `keep` columns; the model reads the columns that its cache lacks.
@@ -109,9 +113,12 @@ class CachedModel:
     def realign(self, alignment: Alignment) -> None:
         """Move the cached columns to their places in the next step, without rejected drafts.
 
-        The cache lacks the next step's last token. The cache of a draft model may lack the last draft too: if a request
-        accepted all drafts, that column is cut off for every request.
+        The cache lacks the next step's last token. The cache of a draft model may lack the last draft too, and all tokens
+        of steps without drafts: columns that one request lacks are cut off for every request.
         """
+        if self.num_columns <= alignment.max_shift:  # it has only columns of finished requests, or none
+            self.clear()
+            return
         self.num_columns = min(alignment.width - 1, self.num_columns - alignment.max_shift)
         for layer in self.filled_layers():
             layer.keys = alignment(layer.keys, self.num_columns, dim=-2)

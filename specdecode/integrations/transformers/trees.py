@@ -215,7 +215,7 @@ def with_tree(loop: Loop, widths: Sequence[int]) -> TreeLoop:
         check_model(model)
     trees = [Tree(widths[:depth]) for depth in range(len(widths) + 1)]
     drafter = TreeDrafter(**vars(loop.drafter), tree=trees[-1])
-    stats = AcceptanceStats(len(widths), device=loop.target.model.device)
+    stats = AcceptanceStats(len(widths), per_request=True)
     options = vars(loop) | {"drafter": drafter, "stats": stats, "num_draft_tokens": len(widths)}
     return TreeLoop(**options, trees={len(tree.parents): tree for tree in trees})
 
