@@ -41,8 +41,8 @@ LOGITS = frozenset({"draft_logits"})
 
 CASES = (
     HISTORY,
-    Case("temperature 0.6", 0.1, temperature=0.6, statistics=("joint", "bonus token"), needs=TEMPERATURE),
-    Case("temperature 1.7", 0.1, temperature=1.7, statistics=("joint", "bonus token"), needs=TEMPERATURE),
+    Case("temperature 0.4", 0.1, models.unrelated, 0.4, statistics=("joint", "bonus token"), needs=TEMPERATURE),
+    Case("temperature 3", 0.1, temperature=3.0, statistics=("joint", "bonus token"), needs=TEMPERATURE),
     Case(
         "argmax drafts",
         0.08,

@@ -80,12 +80,14 @@ def check(
     checks = [
         Check(each.name, each.verdict(threshold), each.p_value, each.detail(threshold)) for each in answers.findings
     ]
-    suspects, notes = [], answers.all_notes()
+    suspects, notes, nan = [], answers.all_notes(), ""
     if all(each.passed for each in checks):
         notes = few_requests(answers.findings[0], threshold) + notes
     else:
         shown.say("comparing with known mistakes")
         suspects = suspects_of(subject, settings, answers, checks)
+        failed = [name for name in answers.nan if any(asks(each.name, name) and not each.passed for each in checks)]
+        nan = f"{answers.nan[failed[0]]}; first in {failed[0]}" if failed else ""
     shown.end()
     return Report(
         checks,
@@ -95,22 +97,23 @@ def check(
         {"drafts": num_draft_tokens, "vocabulary": vocab_size, "requests": requests, "seed": seed},
         threshold,
         time.perf_counter() - started,
+        nan,
     )
 
 
 def suspects_of(subject: Subject, settings: Settings, answers: Answers, checks: list[Check]) -> list[str]:
-    """Return the known mistakes that fit: those that an error shows, else by what failed, else by the distribution."""
+    """Return the ids of known mistakes that fit, likeliest first: by the checks that failed, by the distribution, by errors."""
     shown = [*dict.fromkeys(each.suspect for each in answers.findings if each.suspect)]
     failed = [each for each in checks if not each.passed]
     names = {each.name for each in failed}
     if names == {cases.GREEDY}:
         return shown if answers.greedy is None else by_greedy(subject, *answers.greedy)
-    known = shown or by_signature({each.name for each in checks}, names)
-    errors = any(each.p_value is None and not each.passed and not each.certain for each in answers.findings)
-    if known or names & set(cases.INDEPENDENCE) or errors:
-        return known  # distributions tell nothing where requests are not independent, or an error stopped the run
+    known = by_signature({each.name for each in checks}, names)
+    differ = any(each.p_value is not None for each in failed)
+    if known or names & set(cases.INDEPENDENCE) or not differ:
+        return [*known, *shown]  # where requests are not independent, their distribution tells nothing
     cases_failed = {case.name for case in CASES if any(asks(each, case.name) for each in names)}
-    return by_distribution(subject, settings, answers.outcomes, cases_failed)
+    return [*by_distribution(subject, settings, answers.outcomes, cases_failed), *shown]
 
 
 def check_settings(settings: Settings, only: str | None) -> None:
@@ -144,11 +147,13 @@ def ask(subject: Subject, settings: Settings, only: str | None, shown: Progress)
             continue
         shown.say(case.name)
         ask_case(subject, case, settings, answers, only, shown)
+        answers.note_nan(case.name, subject.invalid)
         if case is HISTORY and "joint" not in answers.outcomes:
             return answers  # a verifier that fails here fails everywhere alike
     if asks(only, cases.GREEDY):
         shown.say(cases.GREEDY)
         ask_greedy(subject, settings, answers, shown)
+        answers.note_nan(cases.GREEDY, subject.invalid)
     if asks(only, cases.IN_A_CALL) or asks(only, cases.IN_CALLS):
         ask_calls(subject, settings, answers, shown)
     if asks(only, cases.STEPS):

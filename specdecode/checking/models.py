@@ -127,6 +127,11 @@ def ordinary(target: Logits, draft: Logits, random: np.random.Generator) -> tupl
     return target, draft
 
 
+def unrelated(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:
+    """Draw the draft's logits apart from the target's, with a larger spread: q changes much with the temperature."""
+    return target, (2 * random.normal(size=target.shape)).astype(np.float32)
+
+
 def zeros(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:
     """Give some tokens no probability, in each model others."""
     return without(target, random.random(target.shape) < 0.3), without(draft, random.random(draft.shape) < 0.3)

@@ -33,6 +33,7 @@ class Report:
         settings: the arguments of the run.
         threshold: a check fails if its p-value is below.
         seconds: how long it took.
+        nan: the first place in the caller's code that computed NaN in a check that failed, or "".
     """
 
     checks: list[Check]
@@ -42,6 +43,7 @@ class Report:
     settings: dict[str, int] = field(default_factory=dict)
     threshold: float = 0.0
     seconds: float = 0.0
+    nan: str = ""
 
     @property
     def passed(self) -> bool:
@@ -66,6 +68,8 @@ class Report:
             lines.append(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:{width}}  {p_value:12}  {first}".rstrip())
             lines += [f"      {line}" for line in others]
         lines.append("")
+        if self.nan:
+            lines += wrapped(f"The code that was called computed NaN: {self.nan}.")
         lines += wrapped(self.verdict())
         if self.suspects:
             from specdecode.checking.mistakes import MISTAKES  # not where a report is only read

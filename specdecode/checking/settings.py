@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specdecode.checking import runs
-from specdecode.checking.cases import Case
+from specdecode.checking.cases import GREEDY, Case
 from specdecode.checking.findings import Finding
 from specdecode.checking.models import Models, make_models
 from specdecode.checking.subject import Arguments, Ids, OutputError
@@ -54,7 +54,15 @@ class Answers:
         """Names of questions, by the reason."""
         self.outcomes: dict[str, runs.Outcome] = {}
         self.greedy: tuple[Arguments, Ids] | None = None
-        """What the greedy question called the verifier with, and the tokens."""
+        """The arguments and the tokens of the greedy question."""
+        self.nan: dict[str, str] = {}
+        """The first place at which NumPy computed NaN in the caller's functions, by the question."""
+
+    def note_nan(self, name: str, places: list[str]) -> None:
+        """Keep the first of the places at which a question computed NaN."""
+        if places:
+            self.nan[name] = places[0]
+            places.clear()
 
     def leave_out(self, name: str, reason: str) -> None:
         """Note that a question was not asked."""
@@ -66,11 +74,13 @@ class Answers:
         return left_out + self.notes + [note for each in self.findings for note in each.notes]
 
     def fail(self, name: str, error: OutputError, may_refuse: bool = False) -> None:
-        """Take an error as the answer, or as a refusal to be asked."""
-        if may_refuse and error.raised:
+        """Take an error as the answer, or as a refusal to be asked. An exception that proves a mistake is no refusal."""
+        if may_refuse and error.raised and not error.suspect:
             self.leave_out(name, f"{str(error).splitlines()[0]}.")
-        else:
-            self.findings.append(Finding(name, None, False, str(error), suspect=error.suspect))
+            return
+        nan_at_zero = name == GREEDY and error.suspect == "nan_probabilities"
+        suspect = "greedy_divides_by_0" if nan_at_zero else error.suspect
+        self.findings.append(Finding(name, None, False, str(error), suspect=suspect))
 
 
 class Progress:

@@ -2,11 +2,15 @@
 
 import dataclasses
 import inspect
+import os
 import re
+import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,10 +25,19 @@ MOST_SHOWN = 200
 """Numbers of an array in a report."""
 
 SHOWN = {AFTER_REJECTION: "goes_on_after_a_rejection", NO_TOKEN: "no_token_after_the_drafts"}
-"""Known mistakes that an error shows."""
+"""Known mistakes by the rule that an output breaks."""
+
+RAISED = {r"\bnans?\b": "nan_probabilities", r"negative|\b0 > p|pvals < 0": "negative_probabilities"}
+"""Known mistakes by the message of an exception."""
+
+NO_RETURN = "no_return"
+"""The known mistake that None as the output proves."""
 
 NO_DRAFT = "minus_1_is_an_index"
-"""What it shows if the request has fewer drafts than others."""
+"""The known mistake if the request of a wrong output has fewer drafts than others."""
+
+LIBRARY = re.compile(rf"^<|site-packages|{re.escape(sysconfig.get_path('stdlib'))}|{re.escape(str(Path(__file__).parent))}")
+"""Files whose functions are not the caller's."""
 
 DRAFTER_OPTIONS = ("temperature", "seeds", "positions", "offset")
 
@@ -36,7 +49,7 @@ class OutputError(Exception):
         super().__init__(message)
         self.raised = raised
         self.suspect = suspect
-        """The id of the known mistake that it shows, if it does."""
+        """The id of a known mistake that the error proves, or ""."""
 
 
 class Arguments(NamedTuple):
@@ -68,6 +81,8 @@ class Subject:
     """How draft logits are passed: a keyword, or "" for the third positional argument."""
 
     draft_takes: frozenset[str] = frozenset()
+    invalid: list[str] = field(default_factory=list)
+    """Places in the functions at which NumPy computed NaN since the list was cleared."""
 
     @classmethod
     def of(cls, verify: Callable[..., Any], draft: Callable[..., Any] | None = None) -> "Subject":
@@ -116,14 +131,30 @@ class Subject:
         elif self.draft_logits_name is not None:
             positional.append(own.draft_logits)
         try:
-            with np.errstate(all="ignore"):
+            with self.noting_nan():
                 output = self.verify(*positional, **keywords)
         except Exception as error:  # a black box can raise anything
-            raise OutputError(self.raised(arguments, error), raised=True) from error
+            raise self.raised(arguments, error, lambda: self.verify(*positional, **keywords)) from error
+        if output is None:
+            reason = returns_none(lambda: self.verify(*positional, **keywords)) or "verify returned None"
+            raise OutputError(f"{reason}\n{self.shown(arguments, 0)}", suspect=NO_RETURN)
         return sound(output, arguments, self)
 
-    def raised(self, arguments: Arguments, error: Exception) -> str:
-        """Describe an exception with as few requests as show it: halve them while a half raises, too."""
+    def noting_nan(self) -> np.errstate:
+        """Return a context without NumPy's warnings that adds the places of new NaN to `invalid`."""
+
+        def note(kind: str, flag: int) -> None:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and f"{os.sep}numpy{os.sep}" in frame.f_code.co_filename:
+                frame = frame.f_back
+            place = "" if frame is None else place_of(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            if place and place not in self.invalid:
+                self.invalid.append(place)
+
+        return np.errstate(all="ignore", invalid="call", call=note)
+
+    def raised(self, arguments: Arguments, error: Exception, call: Callable[[], Any]) -> OutputError:
+        """Return the error for an exception with as few requests as show it: halve them while a half raises, too."""
         count = len(arguments.seeds)
         reason = described(error)
         if count > 1:
@@ -132,9 +163,12 @@ class Subject:
                     self.call(arguments.requests(half))
                 except OutputError as fewer:
                     if fewer.raised:
-                        return str(fewer)
+                        return fewer
             reason += f" (for {count} requests, of which this is the first; neither half of them raises)"
-        return f"verify raised {reason}\n{self.shown(arguments, 0)}"
+        suspects = [name for pattern, name in RAISED.items() if re.search(pattern, str(error), re.IGNORECASE)]
+        if "NoneType" in str(error) and arguments.draft_logits is not None and (blamed := returns_none(call)):
+            reason, suspects = f"{reason}\n  {blamed}", [NO_RETURN]
+        return OutputError(f"verify raised {reason}\n{self.shown(arguments, 0)}", True, (suspects or [""])[0])
 
     def shown(self, arguments: Arguments, index: int) -> str:
         """Write the call with one request as Python."""
@@ -156,7 +190,7 @@ class Subject:
         assert self.draft is not None
         keywords = {name: value for name, value in ({**options, "offset": offset}).items() if name in self.draft_takes}
         try:
-            with np.errstate(all="ignore"):
+            with self.noting_nan():
                 output = self.draft(logits.copy(), **keywords)
         except Exception as error:
             call = f"draft([{len(logits)}, {logits.shape[1]}] logits, offset={offset}, ...)"
@@ -172,13 +206,52 @@ class Subject:
         return ids
 
 
+def returns_none(call: Callable[[], Any]) -> str:
+    """Call again; return a sentence on the last function that returned None, or "" if there is none.
+
+    A function without a `return` of a value comes before others: those may pass on the None of a function that they call.
+    """
+    found: list[CodeType] = []
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "return" and argument is None and not LIBRARY.search(frame.f_code.co_filename):
+            found.append(frame.f_code)
+
+    raising: set[CodeType] = set()
+    sys.setprofile(profile)
+    try:
+        call()
+    except Exception as error:  # the one that was raised before
+        raising = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+    finally:
+        sys.setprofile(None)
+    candidates = [each for each in found if each not in raising]  # an exception, too, ends a function with None
+    candidates.sort(key=lambda each: re.search(r"\breturn +(?!None\b)\S", source_of(each)) is None)
+    if not candidates:
+        return ""
+    code = candidates[-1]
+    return f"{code.co_name} ({Path(code.co_filename).name}, line {code.co_firstlineno}) returned None: is a return missing?"
+
+
+def source_of(code: CodeType) -> str:
+    """Return the source of a function, "" if there is none."""
+    try:
+        return inspect.getsource(code)
+    except OSError:
+        return ""
+
+
 def described(error: Exception) -> str:
-    """Say what was raised, and where in the file of the function that was called."""
+    """Return an exception's type and message, and its place in the file of the function that was called."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call in this file
-    where = [
-        f"{Path(each.filename).name}, line {each.lineno}" for each in frames if each.filename == frames[0].filename
-    ]
-    return f"{type(error).__name__}: {error}" + (f" ({where[-1]})" if where else "")
+    own = [each for each in frames if each.filename == frames[0].filename]
+    where = f" ({place_of(own[-1].filename, own[-1].lineno, own[-1].name)})" if own else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def place_of(file: str, line: int | None, function: str) -> str:
+    """Return a place in a program: file, line and function."""
+    return f"{Path(file).name}, line {line}, in {function}"
 
 
 def parameters_of(name: str, function: Callable[..., Any]) -> list[inspect.Parameter]:

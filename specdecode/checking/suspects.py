@@ -15,7 +15,7 @@ from scipy.special import chdtrc, chdtri
 
 from specdecode.checking import greedy
 from specdecode.checking.cases import CASES, GREEDY, HISTORY, INDEPENDENCE, Case
-from specdecode.checking.mistakes import MISTAKES, Mistake
+from specdecode.checking.mistakes import MISTAKES
 from specdecode.checking.models import Models
 from specdecode.checking.runs import Outcome, run
 from specdecode.checking.settings import Settings
@@ -75,20 +75,21 @@ def by_distribution(
     for name, mistake in MISTAKES.items():
         if mistake.signature or (mistake.drafter is not None and subject.draft is None):
             continue
-        distance = compared(mistake, subject, settings, outcomes, failed)
-        if distance is not None:
-            distances[name] = distance
+        for verifier in (mistake.verifier, *mistake.forms):
+            simulated = Subject.of(verifier, mistake.drafter if subject.draft is not None else None)
+            distance = compared(simulated, subject, settings, outcomes, failed)
+            if distance is not None:
+                distances[name] = min(distance, distances.get(name, distance))
     return sorted(distances, key=lambda name: distances[name])[:MOST]
 
 
 def compared(
-    mistake: Mistake, subject: Subject, settings: Settings, outcomes: Mapping[str, Outcome], failed: set[str]
+    simulated: Subject, subject: Subject, settings: Settings, outcomes: Mapping[str, Outcome], failed: set[str]
 ) -> tuple[bool, float] | None:
-    """Return whether a case differs, and the distance of the others from the results, in standard deviations.
+    """Return whether a case differs from the simulated mistake, and the distance of the others, in standard deviations.
 
     None: it does not fit. The main case must fit, and one of those that failed.
     """
-    simulated = Subject.of(mistake.verifier, mistake.drafter if subject.draft is not None else None)
     fits, differing = [], ""
     for case, requests in looks(outcomes, failed):
         models, seen = settings.models(case), outcomes[case.name]

@@ -62,6 +62,13 @@ def first_draft_row(step: Step) -> Step:
     return step._replace(draft=np.broadcast_to(step.draft[:, :1], step.draft.shape))
 
 
+def first_target_row(step: Step, rows: int | None = None) -> Step:
+    """Replace rows of the target by the first one: all, or all but the last ones."""
+    target = step.target.copy()
+    target[:, :rows] = target[:, :1]
+    return step._replace(target=target)
+
+
 def previous_draft_row(step: Step) -> Step:
     return step._replace(draft=np.concatenate([step.draft[:, :1], step.draft[:, :-1]], axis=1))
 
@@ -134,6 +141,16 @@ ROWS = {
         EASY,
         "Use row i of the draft for draft i.",
         Verifier(changes=first_draft_row),
+    ),
+    "first_target_row_for_all": Mistake(
+        "each draft is judged by the target's first row.",
+        "a reader of the course",
+        "Use row i of the target for draft i, and row K for the bonus token.",
+        Verifier(changes=first_target_row),
+        forms=(
+            Verifier(changes=lambda step: first_target_row(step, -1)),
+            Verifier(changes=lambda step: first_target_row(first_draft_row(step))),
+        ),
     ),
     "previous_draft_row": Mistake(
         "each draft is judged by the draft model's row before.",

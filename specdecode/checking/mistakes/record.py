@@ -18,6 +18,9 @@ class Mistake(NamedTuple):
     drafter: Drafter | None = None
     """Where the mistake is in the drafts, or needs them."""
 
+    forms: tuple[Verifier, ...] = ()
+    """Other verifiers with the same mistake."""
+
     signature: frozenset[str] = frozenset()
     """The checks that fail, where that and not the distribution tells it."""
 
