@@ -2,14 +2,14 @@
 
 import sys
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdecode.checking import runs
-from specdecode.checking.cases import GREEDY, Case
+from specdecode.checking.cases import CASES, GREEDY, Case, tree_cases
 from specdecode.checking.findings import Finding
-from specdecode.checking.models import Models, make_models
+from specdecode.checking.models import How, Models, make_models
 from specdecode.checking.subject import Arguments, Ids, OutputError
 
 MOST_LOGITS = 2**22
@@ -23,6 +23,26 @@ class Settings(NamedTuple):
     vocab_size: int
     requests: int
     seed: int
+    tree: tuple[int, ...] = ()
+    allow: float | None = None
+    """The total variation of a token that a lossy rule may add; None: the verifier is meant to be exact."""
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """The cases of a chain or of the tree, the main case first."""
+        return tree_cases(self.tree) if self.tree else CASES
+
+    @property
+    def how(self) -> How:
+        """The way to call the verifier where a question does not say otherwise."""
+        return How(parents=self.tree)
+
+    def shown(self) -> dict[str, Any]:
+        """Return the settings as the report shows them."""
+        sizes = {"vocabulary": self.vocab_size, "requests": self.requests, "seed": self.seed}
+        chain: dict[str, Any] = {"drafts": self.num_draft_tokens}
+        first = {"tree": list(self.tree)} if self.tree else chain
+        return first | sizes | ({} if self.allow is None else {"allow": self.allow})
 
     def models(self, case: Case) -> Models:
         """Return a case's models; they are the same in every run of one size, so that its power is, too."""
@@ -55,6 +75,8 @@ class Answers:
         self.outcomes: dict[str, runs.Outcome] = {}
         self.greedy: tuple[Arguments, Ids] | None = None
         """The arguments and the tokens of the greedy question."""
+        self.lossiness: tuple[float, float, float] | None = None
+        """Bounds of the total variation of a token in the main case, if the rule is meant to be lossy."""
         self.nan: dict[str, str] = {}
         """The first place at which NumPy computed NaN in the caller's functions, by the question."""
 

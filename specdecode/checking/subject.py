@@ -16,15 +16,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from specdecode.checking.trees import depths, on_a_path
+
 Ids = NDArray[np.int64]
 
 VERIFIER_OPTIONS = ("temperature", "seeds", "positions")
 AFTER_REJECTION = "every token but the last to be the draft in its place: after a rejection comes one token, then -1"
+ON_A_PATH = "every token but the last to be a child of the one before"
 NO_TOKEN = "at least one token"
 MOST_SHOWN = 200
 """Numbers of an array in a report."""
 
-SHOWN = {AFTER_REJECTION: "goes_on_after_a_rejection", NO_TOKEN: "no_token_after_the_drafts"}
+SHOWN = {
+    AFTER_REJECTION: "goes_on_after_a_rejection",
+    ON_A_PATH: "tree_leaves_the_path",
+    NO_TOKEN: "no_token_after_the_drafts",
+}
 """Known mistakes by the rule that an output breaks."""
 
 RAISED = {r"\bnans?\b": "nan_probabilities", r"negative|\b0 > p|pvals < 0": "negative_probabilities"}
@@ -36,7 +43,9 @@ NO_RETURN = "no_return"
 NO_DRAFT = "minus_1_is_an_index"
 """The known mistake if the request of a wrong output has fewer drafts than others."""
 
-LIBRARY = re.compile(rf"^<|site-packages|{re.escape(sysconfig.get_path('stdlib'))}|{re.escape(str(Path(__file__).parent))}")
+LIBRARY = re.compile(
+    rf"^<|site-packages|{re.escape(sysconfig.get_path('stdlib'))}|{re.escape(str(Path(__file__).parent))}"
+)
 """Files whose functions are not the caller's."""
 
 DRAFTER_OPTIONS = ("temperature", "seeds", "positions", "offset")
@@ -61,11 +70,21 @@ class Arguments(NamedTuple):
     temperature: float
     seeds: Ids
     positions: Ids
+    parents: Ids | None = None
+    """[N] of a tree; then `draft_token_ids` are [n, N], and the logits have a row for each node."""
 
     def requests(self, some: slice) -> "Arguments":
         """Return a copy of the arguments for some requests."""
-        values: list[Any] = [each[some].copy() if isinstance(each, np.ndarray) else each for each in self]
+        values: list[Any] = [each[some].copy() if isinstance(each, np.ndarray) else each for each in self[:6]]
+        values.append(None if self.parents is None else self.parents.copy())
         return Arguments(*values)
+
+    @property
+    def most_drafts(self) -> int:
+        """The most drafts that a request can accept."""
+        if self.parents is None:
+            return int(self.draft_token_ids.shape[1])
+        return max(depths(self.parents.tolist()))
 
 
 @dataclass(frozen=True)
@@ -81,11 +100,14 @@ class Subject:
     """How draft logits are passed: a keyword, or "" for the third positional argument."""
 
     draft_takes: frozenset[str] = frozenset()
+    tree: bool = False
+    """Whether it verifies trees."""
+
     invalid: list[str] = field(default_factory=list)
     """Places in the functions at which NumPy computed NaN since the list was cleared."""
 
     @classmethod
-    def of(cls, verify: Callable[..., Any], draft: Callable[..., Any] | None = None) -> "Subject":
+    def of(cls, verify: Callable[..., Any], draft: Callable[..., Any] | None = None, tree: bool = False) -> "Subject":
         """Read the signatures.
 
         Raises:
@@ -99,14 +121,16 @@ class Subject:
         logits_name = "draft_logits" if "draft_logits" in names or anything else None
         required = [each for each in parameters if each.default is each.empty and each.kind < each.VAR_KEYWORD]
         required = [each for each in required if each.kind != each.VAR_POSITIONAL]
-        if logits_name is None and len(positional) > 2 and positional[2].name not in known:
-            logits_name = ""  # it calls them otherwise
-        others = [each.name for each in required if each not in positional[: 3 if logits_name == "" else 2]]
-        takes_two = len(positional) >= 2 or any(each.kind == each.VAR_POSITIONAL for each in parameters)
-        if not takes_two or set(others) - known:
+        first = "target_logits, token_ids, parents" if tree else "target_logits, draft_token_ids"
+        by_position = 3 if tree else 2
+        if not tree and logits_name is None and len(positional) > 2 and positional[2].name not in known:
+            logits_name, by_position = "", 3  # it calls them otherwise
+        others = [each.name for each in required if each not in positional[:by_position]]
+        takes_first = len(positional) >= 2 + tree or any(each.kind == each.VAR_POSITIONAL for each in parameters)
+        if not takes_first or set(others) - known:
             raise ValueError(
-                "verify: expected a function of (target_logits, draft_token_ids) and of any of draft_logits, temperature, "
-                f"seeds and positions, the first two by position, got one of {inspect.signature(verify)}"
+                f"verify: expected a function of ({first}) and of any of draft_logits, temperature, seeds and positions, "
+                f"the first {'three' if tree else 'two'} by position, got one of {inspect.signature(verify)}"
             )
         return cls(
             verify,
@@ -115,6 +139,7 @@ class Subject:
             | ({"draft_logits"} if logits_name is not None else set()),
             logits_name,
             draft_options(draft) if draft is not None else frozenset(),
+            tree,
         )
 
     def call(self, arguments: Arguments) -> Ids:
@@ -124,7 +149,7 @@ class Subject:
             OutputError: the verifier raised, or what it returned is not sound.
         """
         own = arguments.requests(slice(None))
-        positional: list[Any] = [own.target_logits, own.draft_token_ids]
+        positional: list[Any] = [own.target_logits, own.draft_token_ids, *([own.parents] if self.tree else [])]
         keywords: dict[str, Any] = {name: getattr(own, name) for name in VERIFIER_OPTIONS if name in self.takes}
         if self.draft_logits_name:
             keywords[self.draft_logits_name] = own.draft_logits
@@ -173,7 +198,7 @@ class Subject:
     def shown(self, arguments: Arguments, index: int) -> str:
         """Write the call with one request as Python."""
         one = arguments.requests(slice(index, index + 1))
-        parts = [array(one.target_logits), array(one.draft_token_ids)]
+        parts = [array(one.target_logits), array(one.draft_token_ids), *([array(one.parents)] if self.tree else [])]
         if self.draft_logits_name is not None:
             logits = "None" if one.draft_logits is None else array(one.draft_logits)
             parts.append(f"{self.draft_logits_name}={logits}" if self.draft_logits_name else logits)
@@ -320,7 +345,7 @@ def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
         OutputError: it is not.
     """
     drafts = arguments.draft_token_ids
-    requests, num_drafts = drafts.shape
+    requests, num_drafts = len(drafts), arguments.most_drafts
     vocab = arguments.target_logits.shape[2]
     expected = f"[{requests}, {num_drafts + 1}] integer ids"
     ids = integers(output, (requests, num_drafts + 1))
@@ -330,19 +355,24 @@ def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
     ended = ids == -1
     length = np.where(ended.any(axis=1), ended.argmax(axis=1), num_drafts + 1)
     slots = np.arange(num_drafts + 1)
-    given = given_drafts(drafts)
+    given = given_drafts(drafts) if arguments.parents is None else np.full(requests, num_drafts)
     before_last = slots[:-1] < (length - 1)[:, None]
     problems = {
         f"ids from 0 to {vocab - 1}, or -1 after the last token": ((ids < -1) | (ids >= vocab)).any(axis=1),
         NO_TOKEN: length == 0,
         "only -1 after the first -1": ((slots > length[:, None]) & ~ended).any(axis=1),
         "no more tokens than drafts and one": length > given + 1,
-        AFTER_REJECTION: ((ids[:, :-1] != drafts) & before_last).any(axis=1),
     }
+    if arguments.parents is None:
+        problems[AFTER_REJECTION] = ((ids[:, :-1] != drafts) & before_last).any(axis=1)
+    else:
+        problems[ON_A_PATH] = ~on_a_path(ids, drafts, arguments.parents)
     for rule, bad in problems.items():
         if bad.any():
             index = int(bad.argmax())
-            what = f"got {ids[index].tolist()} for drafts {drafts[index].tolist()} ({int(bad.sum())} of {requests} requests)"
+            given_as = "drafts" if arguments.parents is None else "nodes"
+            what = f"got {ids[index].tolist()} for {given_as} {drafts[index].tolist()}"
+            what += f" ({int(bad.sum())} of {requests} requests)"
             call = f"{subject.shown(arguments, index)}\n  returned: {array(ids[index : index + 1])}"
             suspect = SHOWN.get(rule, "")
             if given[index] < num_drafts:

@@ -116,8 +116,7 @@ ACCEPTANCE = {
         Verifier(accepts=lambda step: step.uniforms() * step.of_drafts(step.target) < step.of_drafts(step.draft)),
     ),
     "accept_complement": Mistake(
-        "drafts are accepted where they should be rejected: the comparison of the uniform number with p / q is the wrong way "
-        "round.",
+        "drafts are accepted where they should be rejected: the uniform number is compared with p / q the wrong way round.",
         EASY,
         "Accept if u < p / q, not if u > p / q.",
         Verifier(accepts=lambda step: step.uniforms() >= ratio(step)),

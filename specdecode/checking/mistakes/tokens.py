@@ -92,8 +92,9 @@ class Draws(Verifier):
 
 RECOVERED = {
     "recovered_from_target": Mistake(
-        "after a rejection the recovered token is drawn from p, not from the residual. To accept another draft of the "
-        "same row by the same p / q comes to the same.",
+        "after a rejection the recovered token is drawn from p, not from the residual. Two rules come to the same: to accept "
+        "another draft of the row by the same p / q, and to choose the length after the decisions, before the first rejected "
+        "draft, and draw a bonus token.",
         "several public reports, such as Spec-RL issue 14; TensorRT-LLM's trees at one time",
         "Draw it with weights max(0, p - q); judge a sibling in a tree by them, too.",
         Verifier(recovered=lambda step, accepted: step.row(step.target, accepted)),
@@ -209,7 +210,7 @@ RECOVERED = {
     "nan_probabilities": Mistake(
         "a token is drawn with probabilities that are NaN.",
         "a reader of the course",
-        "Look for a division by 0: a residual that is 0 everywhere, q = 0, or a temperature of 0; or for logits that are all -inf.",
+        "Look for a division by 0, such as a residual of 0, q = 0 or a temperature of 0, and for rows of -inf.",
         Draws(),
         signature=frozenset({"an error"}),
     ),
@@ -217,7 +218,7 @@ RECOVERED = {
         "a token is drawn with probabilities that are negative.",
         "a reader of the course",
         "Cut the residual at 0: max(0, p - q).",
-        Draws((-1.0, 2.0)),
+        Draws(weights=(-1.0, 2.0)),
         signature=frozenset({"an error"}),
     ),
     "minus_1_is_an_index": Mistake(
