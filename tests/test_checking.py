@@ -77,7 +77,7 @@ def test_a_run_of_the_default_size_asks_all_questions():
     assert report.passed, str(report)
     asked = {each.name for each in report.checks}
     assert {case.name for case in CASES} | {"requests of a call", "calls", "steps"} <= asked
-    assert {"first token", "token 2", "token 3", "bonus token", "acceptance", "temperature 0.6: bonus token"} <= asked
+    assert {"first token", "token 2", "token 3", "bonus token", "acceptance", "temperature 0.4: bonus token"} <= asked
     assert by_name(report)["joint"].detail.endswith("0.030")
     assert [note for note in report.notes if "64 of 64" in note and "32 of 32" in note]
 
@@ -101,7 +101,7 @@ def test_fifty_runs_of_right_verifiers_give_no_alarm_and_uniform_p_values():
 def test_what_a_verifier_does_not_take_is_left_out():
     report = check(student(), requests=5_000)
     assert report.passed, str(report)
-    assert {"temperature 0.6", "greedy", "steps", "ragged drafts"} & set(by_name(report)) == set()
+    assert {"temperature 0.4", "greedy", "steps", "ragged drafts"} & set(by_name(report)) == set()
     assert sum("not asked" in note for note in report.notes) >= 3
 
 
@@ -143,14 +143,14 @@ def test_the_same_seed_gives_the_same_report():
 # ---- Wrong ones --------------------------------------------------------------------------------------------------------
 
 HIDDEN = {
-    "bonus_without_temperature": (200_000, "temperature 0.6: bonus token"),
+    "bonus_without_temperature": (200_000, "temperature 0.4: bonus token"),
     "bonus_from_last_slot": (100_000, "ragged drafts"),
-    "temperature_for_target_alone": (100_000, "temperature 0.6"),
+    "temperature_for_target_alone": (100_000, "temperature 0.4"),
     "block_residual_unscaled": (200_000, "joint"),
     "block_one_uniform": (60_000, "joint"),
     "draft_left_in_residual": (60_000, "argmax drafts"),
     "strict_draws_again": (60_000, "joint"),
-    "drafts_without_temperature": (100_000, "temperature 0.6"),
+    "drafts_without_temperature": (100_000, "temperature 0.4"),
     "recovered_with_the_drafts_gumbel_noise": (200_000, "joint"),
 }
 """What changes little, or only in a case with few of the requests, needs larger runs: the question that shows it."""

@@ -7,7 +7,7 @@ from types import ModuleType
 
 EPILOG = """\
 SUBJECT is file.py:function, or one of specdecode:METHOD[:BACKEND] (probabilistic, block, strict; eager, triton),
-transformers, vllm, vllm:block, sglang, sglang:block, flashinfer, or a lossy rule for --allow: mixture, typical, relaxed, fly.
+transformers, vllm, vllm:block, sglang, sglang:block, flashinfer, or a rule for --allow: mixture, typical, relaxed, fly.
 The function takes NumPy arrays
 (target_logits [n, K + 1, V], draft_token_ids [n, K], draft_logits [n, K, V], *, temperature, seeds [n], positions [n]),
 or only those that it needs, and returns [n, K + 1] ids: the accepted drafts, one more token, then -1. Exit status: 0 right,

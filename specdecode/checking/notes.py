@@ -60,7 +60,7 @@ def unlikely_left_out(models: Models, outcome: runs.Outcome) -> bool:
     for i, expected in enumerate(models.draft_probs):
         visits = np.bincount(outcome.draft_states[reached, i], minlength=len(expected))[:, None]
         counts = draft_counts(models, outcome, i)
-        missing = (counts == 0) & (expected * visits >= 10)
+        missing = (counts == 0) & (expected * visits >= 10) & (counts.sum(axis=1, keepdims=True) > 0)
         least = np.where(counts > 0, expected, 1).min(axis=1, keepdims=True)
         if missing.any() and (expected < least)[missing].all():
             return True

@@ -80,7 +80,7 @@ def planned(step: Step) -> Step:
     """Choose the length with the most expected tokens a cost, by this step's confidences."""
     survival = np.cumprod(step.draft.max(axis=2), axis=1)
     tokens = 1 + np.pad(survival.cumsum(axis=1), ((0, 0), (1, 0)))
-    cost = 1 + 0.5 * np.arange(step.num_drafts + 1)
+    cost = np.where(np.arange(step.num_drafts + 1) > 0, 1.47 + 0.03 * np.arange(step.num_drafts + 1), 1)
     return step._replace(given=np.minimum(step.given, (tokens / cost).argmax(axis=1)))
 
 
@@ -298,8 +298,8 @@ DRAFTS = {
         ),
     ),
     "length_from_later_confidences": Mistake(
-        "the number of drafts depends on this step's later confidences, and those on the drafts before (here: the largest q of "
-        "each row, and the length with the most expected tokens a cost).",
+        "the number of drafts depends on this step's later confidences (here: the largest q of each row), and those on the "
+        "drafts before.",
         "planners that use this step's confidences",
         "Let draft i depend on rows up to i alone: stop at the first length that does not pay, or fix the budget before.",
         Verifier(changes=planned),

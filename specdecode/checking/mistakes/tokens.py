@@ -92,9 +92,9 @@ class Draws(Verifier):
 
 RECOVERED = {
     "recovered_from_target": Mistake(
-        "after a rejection the recovered token is drawn from p, not from the residual. Two rules come to the same: to accept "
-        "another draft of the row by the same p / q, and to choose the length after the decisions, before the first rejected "
-        "draft, and draw a bonus token.",
+        "after a rejection the recovered token is drawn from p, not from the residual. Two rules come to the same: to "
+        "accept another draft of the row by the same p / q, and to cut the drafts after the decisions, before the first "
+        "rejected one, and draw a bonus token.",
         "several public reports, such as Spec-RL issue 14; TensorRT-LLM's trees at one time",
         "Draw it with weights max(0, p - q); judge a sibling in a tree by them, too.",
         Verifier(recovered=lambda step, accepted: step.row(step.target, accepted)),
