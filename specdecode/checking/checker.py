@@ -87,9 +87,9 @@ def check(
     started = time.perf_counter()
     if tree is not None:
         num_draft_tokens = depth_of(tree, draft)
-    settings = Settings(num_draft_tokens, vocab_size, requests, seed, tuple(tree or ()), allow)
+    settings = Settings(num_draft_tokens, vocab_size, requests, seed, None if tree is None else tuple(tree), allow)
     check_settings(settings, only)
-    subject = Subject.of(verify, draft, bool(settings.tree))
+    subject = Subject.of(verify, draft, tree is not None)
     shown = Progress(requests, sys.stderr.isatty() if progress is None else progress)
     answers = ask(subject, settings, only, shown)
     tests = sum(each.p_value is not None for each in answers.findings)

@@ -23,7 +23,7 @@ class Settings(NamedTuple):
     vocab_size: int
     requests: int
     seed: int
-    tree: tuple[int, ...] = ()
+    tree: tuple[int, ...] | None = None
     allow: float | None = None
     """The total variation of a token that a lossy rule may add; None: the verifier is meant to be exact."""
 
@@ -35,7 +35,7 @@ class Settings(NamedTuple):
     @property
     def how(self) -> How:
         """The way to call the verifier where a question does not say otherwise."""
-        return How(parents=self.tree)
+        return How(parents=self.tree or ())
 
     def shown(self) -> dict[str, Any]:
         """Return the settings as the report shows them."""
