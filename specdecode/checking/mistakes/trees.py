@@ -276,7 +276,6 @@ TREES = {
         "the number that rejected the siblings draws the token after them.",
         "Use a number of its own for each decision.",
         replace(TARGET_ONLY, same_coin_last=True),
-        replace(REJECTION, same_coin_last=True),
     ),
     "tree_noise_by_node": of_trees(
         "the noise of a token belongs to its node, not to its depth, so a later step has it again.",
