@@ -1,4 +1,4 @@
-"""Verifiers as readers of the course write them, one request at a time: each has one mistake, and the name that it should get."""
+"""Verifiers as readers of the course write them, one request at a time: each has one mistake, and the name it should get."""
 
 import numpy as np
 

@@ -1,7 +1,7 @@
 """Every known mistake is seen and named first, and right verifiers are not accused: `python -m tests.tools.check_suspects`.
 
 Options: --seeds 10, --requests 200000, --part right, listed or readers, and mistakes by their names. The table has, for each
-mistake, how often it was seen, how often it was named first, what was named first otherwise, and CPU seconds. Right verifiers
+mistake, how often it was seen, how often it was named first, what was named first otherwise, and CPU seconds. Right ones
 run five times as often, those of trees twice. Mistakes of readers run with the 20,000 requests of the course.
 """
 
