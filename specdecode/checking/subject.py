@@ -161,8 +161,10 @@ class Subject:
         except Exception as error:  # a black box can raise anything
             raise self.raised(arguments, error, lambda: self.verify(*positional, **keywords)) from error
         if output is None:
-            reason = returns_none(lambda: self.verify(*positional, **keywords)) or "verify returned None"
-            raise OutputError(f"{reason}\n{self.shown(arguments, 0)}", suspect=NO_RETURN)
+            blamed = returns_none(lambda: self.verify(*positional, **keywords))
+            reason = f"expected [{len(arguments.seeds)}, {arguments.most_drafts + 1}] integer ids, got None"
+            lines = [f"verify: {reason}", *([f"  {blamed}"] if blamed else []), self.shown(arguments, 0)]
+            raise OutputError("\n".join(lines), suspect=NO_RETURN)
         return sound(output, arguments, self)
 
     def noting_nan(self) -> np.errstate:

@@ -150,7 +150,10 @@ def lossy(rule: str) -> Callable[..., Loaded]:
     """Return the loader of a rule that is meant to be lossy; its options are numbers."""
 
     def load_rule(*options: str) -> Loaded:
-        numbers = [float(each) for each in options]
+        try:
+            numbers = [int(each) if each.isdigit() else float(each) for each in options]
+        except ValueError as error:
+            raise TypeError("options are numbers") from error
         return Loaded(RULES[rule](*numbers), None, ":".join([rule, *options]))
 
     return load_rule
@@ -295,6 +298,6 @@ def flashinfer() -> Loaded:
 
 
 SUBJECTS: dict[str, Callable[..., Loaded]] = {
-    **{rule: lossy(rule) for rule in RULES}, "specdecode": specdecode, "transformers": transformers, "vllm": vllm,
-    "sglang": sglang, "flashinfer": flashinfer,
+    "specdecode": specdecode, "transformers": transformers, "vllm": vllm, "sglang": sglang, "flashinfer": flashinfer,
+    **{rule: lossy(rule) for rule in RULES},
 }  # fmt: skip
