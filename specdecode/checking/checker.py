@@ -293,16 +293,15 @@ def ask_steps(subject: Subject, settings: Settings, answers: Answers, shown: Pro
     if not {"seeds", "positions"} <= subject.takes:
         answers.leave_out(cases.STEPS, "verify does not take seeds and positions.")
         return
-    questions = [(cases.STEPS, ALIKE, 0, "first tokens of two steps with one seed are independent")]
+    size = settings.size(cases.STEPS_SHARE)
+    questions = [(cases.STEPS, ALIKE, size, 0, "first tokens of two steps with one seed are independent")]
     if settings.tree:
         what = "the token after accepted drafts and the first token of the next step are independent"
-        questions.append((cases.DEPTHS, FLAT, 1, what))
-    for name, case, column, what in questions:
+        questions.append((cases.DEPTHS, FLAT, 4 * size, 1, what))  # in many pairs no draft is accepted
+    for name, case, requests, column, what in questions:
         models, random = settings.models(case), settings.random(name)
         try:
-            tokens = runs.run_two_steps(
-                subject, models, settings.how, settings.size(cases.STEPS_SHARE), random, shown.tick
-            )
+            tokens = runs.run_two_steps(subject, models, settings.how, requests, random, shown.tick)
         except OutputError as error:
             answers.fail(name, error)
             return
