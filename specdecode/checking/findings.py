@@ -144,7 +144,7 @@ def loss(case: Case, models: Models, outcome: Outcome, allow: float) -> tuple[Fi
     """Measure the total variation that a lossy rule adds to a token: the mean over the rows of all emitted tokens.
 
     The estimate is the difference of the counts: never negative, so an exact verifier shows some, too. The lower bound and
-    the p-value are those of an event: the tokens that half of the requests have too often, counted in the other half.
+    the p-value belong to an event, the tokens that half of the requests have too often, counted in the other half.
     """
     halves: list[list[Counts]] = [[], []]
     for place in range(models.num_draft_tokens + 1):
