@@ -17,6 +17,7 @@ from specdecode import cli
 from specdecode.checking import Check, Report, check, subjects
 from specdecode.checking.cases import CASES
 from specdecode.checking.junit import junit
+from specdecode.checking.lossy import RULES
 from tests.conftest import ON_GPU
 from tests.support.examples import fences
 
@@ -75,6 +76,26 @@ def test_the_command_has_json_a_drafter_and_one_question(file, capsys):
     assert report["settings"] == {"drafts": 3, "vocabulary": 5, "requests": 2000, "seed": 0}
 
 
+def test_the_command_checks_trees_and_lossy_rules(capsys):
+    assert cli.main(["check", "specdecode:strict:eager", "--tree=-1,0,0", "--requests", "1000"]) == 0
+    assert "tree [-1, 0, 0]" in capsys.readouterr().out
+    assert cli.main(["check", "mixture:0.5", "--allow", "0.01", "--requests", "30000", "--json"]) == 1
+    low, estimate, high = json.loads(capsys.readouterr().out)["lossiness"]
+    assert 0.01 < low < estimate < high
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["specdecode:block", "--tree=-1,0"], "subject: expected a verifier of trees"),
+        (["specdecode:strict", "--tree=-1,a"], "--tree: expected the parent of each node"),
+    ],
+)
+def test_what_is_no_tree_is_refused(arguments, message, capsys):
+    assert cli.main(["check", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
 SHARING = """
 import numpy as np
 from specdecode.checking.verifiers import TOKENS, Drafter
@@ -113,6 +134,7 @@ def test_progress_is_shown_if_asked_for(file, capsys):
         ("nobody", "expected file.py:function, or one of specdecode, transformers, vllm"),
         ("specdecode:block:eager:more", "expected specdecode:[method]:[backend], got"),
         ("specdecode:greedy", "method: "),
+        ("mixture:most", "expected mixture:[options], got 'mixture:most'"),
         ("flashinfer", "expected one whose project is installed"),
     ],
 )
@@ -241,7 +263,7 @@ def test_transformers_is_right():
 
 @pytest.mark.parametrize("name", subjects.SUBJECTS)
 def test_every_subject_loads_or_says_what_is_missing(name):
-    missing = {"specdecode": None, "transformers": "transformers"}.get(name, name)
+    missing = None if name in ("specdecode", *RULES) else name
     if missing is None or importlib.util.find_spec(missing):
         assert callable(subjects.load(name).verify)
         return

@@ -78,7 +78,11 @@ def test_what_is_no_output_is_one_error_with_an_input_that_shows_it(name):
     assert "called: verify(np.array([[[-0.7959, -1.8429, 0.6777, 0.4355, -0.6338]," in failed.detail
     assert "seeds=np.array([" in failed.detail
     assert ("returned: np.array([[" in failed.detail) == (" got [" in failed.detail)
-    known = {"after a rejection": ["goes_on_after_a_rejection"], "no token": ["no_token_after_the_drafts"]}
+    known = {
+        "after a rejection": ["goes_on_after_a_rejection"],
+        "no token": ["no_token_after_the_drafts"],
+        "nothing": ["no_return"],
+    }
     assert report.suspects == known.get(name, [])
     assert "nothing else was asked" in str(report)
     assert "No mistake in the list" not in str(report)

@@ -22,7 +22,7 @@ METHODS = {
     for method in ("probabilistic", "block", "strict")
     for own in (True, False)
 }
-QUESTIONS = {case.name: case for case in CASES if case.name in ("joint", "temperature 0.6", "argmax drafts", "zeros")}
+QUESTIONS = {case.name: case for case in CASES if case.name in ("joint", "temperature 0.4", "argmax drafts", "zeros")}
 
 
 def shared_noise(target, draft):

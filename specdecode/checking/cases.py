@@ -1,11 +1,13 @@
 """The cases: the models, the numbers of requests, and the compared values."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from specdecode.checking import models
-from specdecode.checking.runs import How
+from specdecode.checking.models import How
+from specdecode.checking.trees import padded, reversed_nodes
 
-TREE = 1024
+MANY = 1024
 FEW = 12
 
 
@@ -34,15 +36,15 @@ class Case(NamedTuple):
 
 
 HISTORY = Case(
-    "joint", 0.38, max_states=TREE, statistics=("joint", "first token", "token", "bonus token", "acceptance")
+    "joint", 0.38, max_states=MANY, statistics=("joint", "first token", "token", "bonus token", "acceptance")
 )
 TEMPERATURE = frozenset({"temperature"})
 LOGITS = frozenset({"draft_logits"})
 
 CASES = (
     HISTORY,
-    Case("temperature 0.6", 0.1, temperature=0.6, statistics=("joint", "bonus token"), needs=TEMPERATURE),
-    Case("temperature 1.7", 0.1, temperature=1.7, statistics=("joint", "bonus token"), needs=TEMPERATURE),
+    Case("temperature 0.4", 0.1, models.unrelated, 0.4, statistics=("joint", "bonus token"), needs=TEMPERATURE),
+    Case("temperature 3", 0.1, temperature=3.0, statistics=("joint", "bonus token"), needs=TEMPERATURE),
     Case(
         "argmax drafts",
         0.08,
@@ -59,6 +61,29 @@ CASES = (
     Case("ragged drafts", 0.05, how=How("ragged"), may_refuse=True),
 )
 
+STAR = (-1, 0, 0, 0)
+
+
+def tree_cases(parents: Sequence[int]) -> tuple[Case, ...]:
+    """Return the cases of a tree. Siblings are drawn from q one by one, so some are equal, or come without draft logits."""
+    tree = tuple(parents)
+    drawn, top, equal = How(parents=tree), How("top", False, tree), How("equal", False, tree)
+    all_or_bonus = ("joint", "bonus token")
+    return (
+        HISTORY._replace(share=0.36, how=drawn),
+        Case("temperature 0.4", 0.08, models.unrelated, 0.4, drawn, statistics=all_or_bonus, needs=TEMPERATURE),
+        Case("temperature 3", 0.08, temperature=3.0, how=drawn, statistics=all_or_bonus, needs=TEMPERATURE),
+        Case("fixed tree", 0.1, models.equal, how=top, statistics=("joint", "acceptance"), may_refuse=True),
+        Case("equal siblings", 0.08, models.equal, how=equal, statistics=("joint", "acceptance"), may_refuse=True),
+        Case("star", 0.1, models.star, how=How(parents=STAR), num_draft_tokens=1, statistics=("first token",)),
+        Case("zeros", 0.04, models.zeros, how=drawn),
+        Case("large logits", 0.04, models.large, how=drawn),
+        Case("padding", 0.04, how=How(parents=padded(tree)), may_refuse=True),
+        Case("shuffled nodes", 0.04, how=How(parents=reversed_nodes(tree)), may_refuse=True),
+        Case(GREEDY, 0.02, temperature=0.0, how=How("drawn", False, tree), needs=TEMPERATURE, may_refuse=True),
+    )
+
+
 EACH_REQUESTS = frozenset({"seeds", "positions"})
 FIXED = (
     "for drafts of -1 verify returns no output of a verification: is -1 used as an index? If some of your requests have "
@@ -67,8 +92,11 @@ FIXED = (
 """Of a verifier whose signature does not tell requests apart: it may be meant for K drafts in each."""
 
 GREEDY = "greedy"
-IN_A_CALL, IN_CALLS, STEPS = "requests of a call", "calls", "steps"
-INDEPENDENCE = (IN_A_CALL, IN_CALLS, STEPS)
+NOT_FOR_LOSSY = ("argmax drafts", "zeros", "disjoint supports", GREEDY)
+LOSSY = "lossy rules differ most from the target where tokens have no probability or one has all; ask for one alone."
+IN_A_CALL, IN_CALLS, STEPS, DEPTHS = "requests of a call", "calls", "steps", "depths"
+INDEPENDENCE = (IN_A_CALL, IN_CALLS, STEPS, DEPTHS)
 MOST_CALLS = 400
 STEPS_SHARE = 0.015
 ALIKE = Case("alike", 0.0, models.alike, max_states=1)
+FLAT = Case("flat", 0.0, models.flat, max_states=1)

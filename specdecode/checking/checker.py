@@ -2,15 +2,22 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from specdecode.checking import cases, greedy, runs
-from specdecode.checking.cases import ALIKE, CASES, HISTORY, Case
-from specdecode.checking.findings import Finding, findings, pairs
-from specdecode.checking.notes import drafts_fit, few_requests, note_drafts, note_impossible_drafts, note_seeds
+from specdecode.checking import cases, greedy, runs, trees
+from specdecode.checking.cases import ALIKE, FLAT, HISTORY, Case
+from specdecode.checking.findings import Finding, findings, loss, pairs
+from specdecode.checking.notes import (
+    drafts_fit,
+    few_requests,
+    note_drafts,
+    note_impossible_drafts,
+    note_seeds,
+    unlikely_left_out,
+)
 from specdecode.checking.report import Check, Report
 from specdecode.checking.settings import Answers, Progress, Settings
 from specdecode.checking.statistics import homogeneity
@@ -30,10 +37,12 @@ def check(
     requests: int = 200_000,
     seed: int = 0,
     only: str | None = None,
+    tree: Sequence[int] | None = None,
+    allow: float | None = None,
     progress: bool | None = None,
     name: str = "",
 ) -> Report:
-    """Verify many requests with small models, and compare the tokens with what the target alone would say.
+    """Verify many requests of small models, and compare the emitted tokens with the target's distribution.
 
     Args:
         verify: `verify(target_logits [n, K + 1, V] float32, draft_token_ids [n, K] int64, draft_logits [n, K, V] float32 or
@@ -41,14 +50,20 @@ def check(
             drafts, one more token, then -1. Its signature may leave out any of draft_logits, temperature, seeds
             and positions. A draft of -1 is no draft. A verifier that takes seeds or positions, so that
             requests differ, must take -1 or raise an error; of others it is noted if they use it as an index.
-        draft: `draft(draft_logits [n, V], *, temperature, seeds, positions, offset)` returns [n] ids; positions are this
-            draft's, offset is its index in the step. Its signature, too, may leave out options. None: drafts are drawn
-            from the softmax of their logits.
-        num_draft_tokens: K.
+        draft: `draft(draft_logits [n, V], *, temperature, seeds, positions, offset)` returns [n] ids, -1 where a request
+            stops drafting; positions are this draft's, offset is its index in the step. Its signature, too, may leave out
+            options. None: drafts are drawn from the softmax of their logits.
+        num_draft_tokens: K; with a tree its depth is used.
         vocab_size: V, 2 or more.
         requests: how many are verified in all.
         seed: of the drafts and of all other random numbers of the checker.
         only: ask this question alone, a name of the report's.
+        tree: the parents of a tree of drafts, such as `[-1, 0, 0, 1, 1]`: node 0 is the last token of the text. Then
+            `verify(target_logits [n, N, V], token_ids [n, N], parents [N], *, draft_logits, temperature, seeds,
+            positions)` returns [n, depth + 1] ids. Row n of both logits follows node n; draft_logits are None if siblings
+            were not drawn.
+        allow: the largest total variation of a token that the verifier may add, for rules that are meant to be lossy. A
+            check fails if more is certain, and `report.lossiness` has the bounds.
         progress: whether to show progress on standard error; None: if it is a terminal.
         name: how the report calls the verifier.
 
@@ -70,9 +85,11 @@ def check(
     (True, [])
     """
     started = time.perf_counter()
-    settings = Settings(num_draft_tokens, vocab_size, requests, seed)
+    if tree is not None:
+        num_draft_tokens = depth_of(tree, draft)
+    settings = Settings(num_draft_tokens, vocab_size, requests, seed, None if tree is None else tuple(tree), allow)
     check_settings(settings, only)
-    subject = Subject.of(verify, draft)
+    subject = Subject.of(verify, draft, tree is not None)
     shown = Progress(requests, sys.stderr.isatty() if progress is None else progress)
     answers = ask(subject, settings, only, shown)
     tests = sum(each.p_value is not None for each in answers.findings)
@@ -80,52 +97,73 @@ def check(
     checks = [
         Check(each.name, each.verdict(threshold), each.p_value, each.detail(threshold)) for each in answers.findings
     ]
-    suspects, notes = [], answers.all_notes()
+    suspects, notes, nan = [], answers.all_notes(), ""
     if all(each.passed for each in checks):
         notes = few_requests(answers.findings[0], threshold) + notes
     else:
         shown.say("comparing with known mistakes")
         suspects = suspects_of(subject, settings, answers, checks)
+        failed = [name for name in answers.nan if any(asks(each.name, name) and not each.passed for each in checks)]
+        nan = f"{answers.nan[failed[0]]}; first in {failed[0]}" if failed else ""
     shown.end()
     return Report(
         checks,
         suspects,
         notes,
         name or getattr(verify, "__name__", type(verify).__name__),
-        {"drafts": num_draft_tokens, "vocabulary": vocab_size, "requests": requests, "seed": seed},
+        settings.shown(),
         threshold,
         time.perf_counter() - started,
+        nan,
+        answers.lossiness,
     )
 
 
+def depth_of(tree: Sequence[int], draft: object) -> int:
+    """Return the depth of a tree.
+
+    Raises:
+        ValueError: it is no tree of drafts, or a drafter is given, too.
+    """
+    if draft is not None:
+        raise ValueError("draft: expected None with a tree, whose tokens the checker draws")
+    depths = trees.depths(tree)
+    if len(depths) < 2 or tree[0] != -1 or min(depths) < 0:
+        raise ValueError(f"tree: expected the parent of each node, -1 and then nodes of the tree, got {tree!r}")
+    return max(depths)
+
+
 def suspects_of(subject: Subject, settings: Settings, answers: Answers, checks: list[Check]) -> list[str]:
-    """Return the known mistakes that fit: those that an error shows, else by what failed, else by the distribution."""
+    """Return the ids of known mistakes that fit, likeliest first: by failed checks, by the distribution, by errors."""
     shown = [*dict.fromkeys(each.suspect for each in answers.findings if each.suspect)]
     failed = [each for each in checks if not each.passed]
     names = {each.name for each in failed}
     if names == {cases.GREEDY}:
         return shown if answers.greedy is None else by_greedy(subject, *answers.greedy)
-    known = shown or by_signature({each.name for each in checks}, names)
-    errors = any(each.p_value is None and not each.passed and not each.certain for each in answers.findings)
-    if known or names & set(cases.INDEPENDENCE) or errors:
-        return known  # distributions tell nothing where requests are not independent, or an error stopped the run
-    cases_failed = {case.name for case in CASES if any(asks(each, case.name) for each in names)}
-    return by_distribution(subject, settings, answers.outcomes, cases_failed)
+    known = by_signature({each.name for each in checks}, names)
+    differ = any(each.p_value is not None for each in failed)
+    if known or names & set(cases.INDEPENDENCE) or not differ:
+        return [*known, *shown]  # where requests are not independent, their distribution tells nothing
+    main = answers.outcomes.get(HISTORY.name)
+    if subject.draft is not None and main is not None and unlikely_left_out(settings.models(settings.cases[0]), main):
+        shown = ["drafts_left_out", *shown]
+    cases_failed = {case.name for case in settings.cases if any(asks(each, case.name) for each in names)}
+    fitting = by_distribution(subject, settings, answers.outcomes, cases_failed)
+    return list(dict.fromkeys([*fitting, *shown]))
 
 
 def check_settings(settings: Settings, only: str | None) -> None:
     """Raise if an argument is out of range."""
     least = {"num_draft_tokens": 1, "vocab_size": 2, "requests": 100, "seed": 0}
-    for name, value in settings._asdict().items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least[name]:
-            raise ValueError(f"{name}: expected an integer of at least {least[name]}, got {value!r}")
-    if only is not None and not any(asks(only, name) for name in question_names()):
-        raise ValueError(f"only: expected the name of a check, such as {', '.join(question_names())}, got {only!r}")
-
-
-def question_names() -> list[str]:
-    """Return the names of all cases."""
-    return [*(case.name for case in CASES), cases.GREEDY, *cases.INDEPENDENCE]
+    for name, smallest in least.items():
+        value = getattr(settings, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+            raise ValueError(f"{name}: expected an integer of at least {smallest}, got {value!r}")
+    if settings.allow is not None and not 0 <= settings.allow < 1:
+        raise ValueError(f"allow: expected a total variation, from 0 to less than 1, got {settings.allow!r}")
+    names = list(dict.fromkeys([*(case.name for case in settings.cases), cases.GREEDY, *cases.INDEPENDENCE]))
+    if only is not None and not any(asks(only, name) for name in names):
+        raise ValueError(f"only: expected the name of a check, such as {', '.join(names)}, got {only!r}")
 
 
 def asks(only: str | None, name: str) -> bool:
@@ -139,19 +177,24 @@ def asks(only: str | None, name: str) -> bool:
 def ask(subject: Subject, settings: Settings, only: str | None, shown: Progress) -> Answers:
     """Ask every question."""
     answers = Answers()
-    for case in CASES:
+    for case in settings.cases:
         if not asks(only, case.name):
+            continue
+        if settings.allow is not None and only is None and case.name in cases.NOT_FOR_LOSSY:
+            answers.leave_out(case.name, cases.LOSSY)
             continue
         shown.say(case.name)
         ask_case(subject, case, settings, answers, only, shown)
-        if case is HISTORY and "joint" not in answers.outcomes:
+        answers.note_nan(case.name, subject.invalid)
+        if case.name == HISTORY.name and "joint" not in answers.outcomes:
             return answers  # a verifier that fails here fails everywhere alike
-    if asks(only, cases.GREEDY):
+    if asks(only, cases.GREEDY) and not settings.tree and (settings.allow is None or only):
         shown.say(cases.GREEDY)
         ask_greedy(subject, settings, answers, shown)
+        answers.note_nan(cases.GREEDY, subject.invalid)
     if asks(only, cases.IN_A_CALL) or asks(only, cases.IN_CALLS):
         ask_calls(subject, settings, answers, shown)
-    if asks(only, cases.STEPS):
+    if asks(only, cases.STEPS) or asks(only, cases.DEPTHS):
         ask_steps(subject, settings, answers, shown)
     if only is None:
         note_drafts(subject, settings, answers)
@@ -188,8 +231,14 @@ def ask_case(
             answers.fail(case.name, error, case.may_refuse)
         return
     answers.outcomes[case.name] = outcome
-    drawn = subject.draft is None or case.how.drafts == "argmax" or drafts_fit(models, outcome)
-    answers.findings += findings(case, models, outcome, drawn)
+    all_drafted = bool((outcome.given == models.num_draft_tokens).all())
+    drawn = subject.draft is None or case.how.drafts == "argmax" or (all_drafted and drafts_fit(models, outcome))
+    if settings.allow is None:
+        answers.findings += findings(case, models, outcome, drawn)
+        return
+    measured, lossiness = loss(case, models, outcome, settings.allow)
+    answers.findings.append(measured)
+    answers.lossiness = answers.lossiness or lossiness
 
 
 def ask_greedy(subject: Subject, settings: Settings, answers: Answers, shown: Progress) -> None:
@@ -213,8 +262,8 @@ def ask_calls(subject: Subject, settings: Settings, answers: Answers, shown: Pro
     models, random = settings.models(ALIKE), settings.random(ALIKE.name)
     calls = max(50, min(cases.MOST_CALLS, settings.requests // 500))
     try:
-        neighbours = runs.run_small_calls(subject, models, calls, random, shown.tick)
-        places = runs.run_two_calls(subject, models, settings.size(cases.STEPS_SHARE), random, shown.tick)
+        neighbours = runs.run_small_calls(subject, models, settings.how, calls, random, shown.tick)
+        places = runs.run_two_calls(subject, models, settings.how, settings.size(cases.STEPS_SHARE), random, shown.tick)
     except OutputError as error:
         answers.fail(cases.IN_A_CALL, error)
         return
@@ -240,15 +289,21 @@ def calls_differ(paired: Finding, in_first_place: Ids, in_any: Ids) -> Finding:
 
 
 def ask_steps(subject: Subject, settings: Settings, answers: Answers, shown: Progress) -> None:
-    """Two steps of a request with one seed must be independent."""
+    """Two steps of a request with one seed must be independent: their first tokens, in trees also those at deeper nodes."""
     if not {"seeds", "positions"} <= subject.takes:
         answers.leave_out(cases.STEPS, "verify does not take seeds and positions.")
         return
-    models, random = settings.models(ALIKE), settings.random(cases.STEPS)
-    try:
-        tokens = runs.run_two_steps(subject, models, settings.size(cases.STEPS_SHARE), random, shown.tick)
-    except OutputError as error:
-        answers.fail(cases.STEPS, error)
-        return
-    what = "first tokens of two steps with one seed are independent"
-    answers.findings.append(pairs(cases.STEPS, what, tokens, settings.vocab_size))
+    size = settings.size(cases.STEPS_SHARE)
+    questions = [(cases.STEPS, ALIKE, size, 0, "first tokens of two steps with one seed are independent")]
+    if settings.tree:
+        what = "the token after accepted drafts and the first token of the next step are independent"
+        questions.append((cases.DEPTHS, FLAT, 4 * size, 1, what))  # in many pairs no draft is accepted
+    for name, case, requests, column, what in questions:
+        models, random = settings.models(case), settings.random(name)
+        try:
+            tokens = runs.run_two_steps(subject, models, settings.how, requests, random, shown.tick)
+        except OutputError as error:
+            answers.fail(name, error)
+            return
+        tokens = tokens[tokens[:, column] >= 0]
+        answers.findings.append(pairs(name, what, tokens[:, [column, 2]], settings.vocab_size))

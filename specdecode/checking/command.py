@@ -11,7 +11,8 @@ if typing.TYPE_CHECKING:
 
 EPILOG = """\
 SUBJECT is file.py:function, or one of specdecode:METHOD[:BACKEND] (probabilistic, block, strict; eager, triton),
-transformers, vllm, vllm:block, sglang, sglang:block, flashinfer. The function takes NumPy arrays
+transformers, vllm, vllm:block, sglang, sglang:block, flashinfer, or a rule for --allow: mixture, typical, relaxed, fly.
+The function takes NumPy arrays
 (target_logits [n, K + 1, V], draft_token_ids [n, K], draft_logits [n, K, V], *, temperature, seeds [n], positions [n]),
 or only those that it needs, and returns [n, K + 1] ids: the accepted drafts, one more token, then -1. Exit status: 0 right,
 1 wrong, 2 cannot run."""
@@ -36,6 +37,18 @@ def add_options(command: ArgumentParser) -> None:
         "--requests", type=int, default=200_000, help="how many are verified in all (default %(default)s)"
     )
     command.add_argument("--seed", type=int, default=0, help="of the checker's random numbers (default %(default)s)")
+    command.add_argument(
+        "--tree",
+        metavar="PARENTS",
+        help="check a verifier of trees: the parent of each node, such as --tree=-1,0,0,1,1; it is called with "
+        "(target_logits [n, N, V], token_ids [n, N], parents [N], ...)",
+    )
+    command.add_argument(
+        "--allow",
+        type=float,
+        metavar="TV",
+        help="the total variation of a token that the verifier may add, for a rule that is meant to be lossy",
+    )
     command.add_argument("--only", metavar="NAME", help="ask one question alone, a name of the report's")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument(
@@ -52,6 +65,14 @@ def add_options(command: ArgumentParser) -> None:
     server.add_argument("--top-logprobs", type=int, default=20, help="to ask for (default %(default)s)")
     server.add_argument("--timeout", type=float, default=120, help="seconds for a request (default %(default)s)")
     server.add_argument("--api-key", help="sent as a bearer token")
+
+
+def parents_of(text: str) -> list[int]:
+    """Return the parents of a tree, from numbers with commas."""
+    try:
+        return [int(each) for each in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--tree: expected the parent of each node, such as -1,0,0,1,1, got {text!r}") from None
 
 
 def run(options: Namespace) -> int:
@@ -76,15 +97,21 @@ def run(options: Namespace) -> int:
         return show(report, options)
     files: dict[Path, ModuleType] = {}
     subject = load(options.subject, files)
-    draft = load_function("draft", options.draft, files) if options.draft else subject.draft
+    tree = None if options.tree is None else parents_of(options.tree)
+    verify, draft = (subject.verify, subject.draft) if tree is None else (subject.tree, None)
+    if verify is None:
+        raise ValueError(f"subject: expected a verifier of trees, such as specdecode:strict, got {options.subject!r}")
+    draft = load_function("draft", options.draft, files) if options.draft else draft
     report = check(
-        subject.verify,
+        verify,
         draft,
         num_draft_tokens=options.drafts,
         vocab_size=options.vocab,
         requests=options.requests,
         seed=options.seed,
         only=options.only,
+        tree=tree,
+        allow=options.allow,
         progress=options.progress,
         name=subject.name,
     )

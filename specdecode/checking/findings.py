@@ -5,10 +5,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from specdecode.checking import trees
 from specdecode.checking.cases import Case
 from specdecode.checking.models import Models, softmax
 from specdecode.checking.runs import Outcome
-from specdecode.checking.statistics import Counts, Fit, Floats, detectable, goodness_of_fit, independence, mean_above
+from specdecode.checking.statistics import (
+    Counts,
+    Fit,
+    Floats,
+    detectable,
+    distance,
+    goodness_of_fit,
+    independence,
+    least_expected,
+    mean_above,
+)
 
 WASTE = 0.75
 """Fewer accepted drafts than this share of what token verification accepts are noted."""
@@ -121,11 +132,44 @@ def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
         "the first token alone" if place == 0 else f"token {place + 1}, after {place} accepted draft{'s' * (place > 1)}"
     )
     if place == models.num_draft_tokens:
-        statistic, what = "bonus token", "the token after all drafts were accepted"
+        all_drafts = "drafts of every depth" if case.how.parents else "all drafts"
+        statistic, what = "bonus token", f"the token after {all_drafts} were accepted"
     notes: tuple[str, ...] = ()
     if place == models.num_draft_tokens and place and not there.any() and len(there) > 1000:
         notes = (f"{case.name}: no bonus token was seen in {len(there):,} requests.",)
     return Finding(name_of(case, statistic), fit.p_value, True, what, seen, fit, notes)
+
+
+def loss(case: Case, models: Models, outcome: Outcome, allow: float) -> tuple[Finding, tuple[float, float, float]]:
+    """Measure the total variation that a lossy rule adds to a token: the mean over the rows of all emitted tokens.
+
+    The estimate is the difference of the counts: never negative, so an exact verifier shows some, too. The lower bound and
+    the p-value belong to an event, the tokens that half of the requests have too often, counted in the other half.
+    """
+    halves: list[list[Counts]] = [[], []]
+    for place in range(models.num_draft_tokens + 1):
+        for half in range(2):
+            tokens, states = outcome.tokens[half::2, place], outcome.states[half::2, place]
+            cells = states[tokens != -1] * models.vocab_size + tokens[tokens != -1]
+            shape = models.target_probs[place].shape
+            halves[half].append(np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape))
+    one, other = (np.concatenate(half) for half in halves)
+    expected = np.concatenate(models.target_probs)
+    estimate, exact = distance(one + other, expected)
+    size, added = int(other.sum()), one > expected * one.sum(axis=1, keepdims=True)
+    share = float(other[added].sum() / size)
+    exact_share = float((other.sum(axis=1, keepdims=True) * expected)[added].sum() / size)
+    low = max(0.0, min(estimate, least_expected(share, size) - exact_share))
+    high = min(1.0, estimate + (np.log(1000) / (2 * (one + other).sum())) ** 0.5)
+    p_value = mean_above(share, exact_share + allow, size)
+    what = (
+        f"a token's total variation {estimate:.4f} (an exact verifier shows {exact:.4f}), from {low:.4f} to {high:.4f}"
+    )
+    what += f"; {outcome.accepted.mean():.3f} accepted drafts a step"
+    if "acceptance" in case.statistics and models.num_draft_tokens and not case.how.parents:
+        by_tokens = models.most_accepted(models.draft_probs)
+        what += f", token verification {by_tokens[0]:.3f}" if by_tokens else ""
+    return Finding(case.name, p_value, True, what, f"more than {allow:g} is certain"), (low, estimate, high)
 
 
 def text_of(models: Models, state: int, length: int) -> str:
@@ -137,25 +181,24 @@ def text_of(models: Models, state: int, length: int) -> str:
 
 def acceptance(case: Case, models: Models, outcome: Outcome) -> Finding:
     """The number of accepted drafts, which is bounded for every exact method."""
-    draft_probs = models.draft_probs
-    if case.how.drafts == "argmax":
-        draft_probs = [softmax(rows, 0) for rows in models.draft]
-    most = models.most_accepted(draft_probs)
+    if case.how.parents:
+        most, method = trees.most_accepted(models, case.how), "the walk"
+    else:
+        probs = [softmax(rows, 0) for rows in models.draft] if case.how.drafts == "argmax" else models.draft_probs
+        most, method = models.most_accepted(probs), "token verification"
     mean, requests = float(outcome.accepted.mean()), len(outcome.accepted)
     what = f"{mean:.3f} accepted drafts a step"
     if most is None:
         return Finding(name_of(case, "acceptance"), None, True, f"{what}; too many texts to say what is possible")
     by_tokens, best = most
-    what += f"; token verification {by_tokens:.3f}, an exact method {best:.3f} at most"
+    what += f"; {method} {by_tokens:.3f}, an exact method {best:.3f} at most"
     scale = models.num_draft_tokens
     p_value = mean_above(mean / scale, best / scale, requests)
     within = "; above it, but within chance" if mean > best else ""
     notes: tuple[str, ...] = ()
     if mean < WASTE * by_tokens:
         share = mean / by_tokens
-        notes = (
-            f"{case.name}: it accepts {share:.0%} of the drafts that token verification accepts. This is waste, no error.",
-        )
+        notes = (f"{case.name}: it accepts {share:.0%} of the drafts that {method} accepts. This is waste, no error.",)
     return Finding(
         name_of(case, "acceptance"),
         p_value,
@@ -180,11 +223,13 @@ def pairs(name: str, what: str, tokens: Counts, vocab_size: int) -> Finding:
 
 
 def difference(counts: Counts, expected: Floats) -> str:
-    """Estimate the total variation."""
-    distance = float(abs(counts / max(1, counts.sum()) - expected).sum() / 2)
+    """Describe the total variation of counts."""
+    estimate, exact = distance(counts[None], expected[None])
     impossible = int(counts[expected == 0].sum())
     outcomes = "outcome that is" if impossible == 1 else "outcomes that are"
-    return f"total variation {distance:.3f}" + (f", {impossible:,} {outcomes} impossible" if impossible else "")
+    return f"total variation {estimate:.3f} (an exact verifier shows {exact:.3f})" + (
+        f", {impossible:,} {outcomes} impossible" if impossible else ""
+    )
 
 
 def farthest(counts: NDArray[np.int64], expected: Floats) -> int:

@@ -8,6 +8,7 @@ history. Where there are too many, several texts share a state, chosen at random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,18 @@ def softmax(logits: NDArray[np.floating], temperature: float = 1.0) -> Floats:
 def point_mass(tokens: Ids, vocab_size: int) -> Floats:
     """Return rows that are certain."""
     return np.asarray(tokens[..., None] == np.arange(vocab_size), dtype=np.float64)
+
+
+class How(NamedTuple):
+    """How a case calls the verifier."""
+
+    drafts: str = "drawn"
+    """"drawn" from the draft model, "argmax" of it, or "ragged": drawn, each request with a number of its own. Of a tree
+    "drawn", "top": siblings are the likeliest tokens, or "equal": each is one of the two likeliest."""
+
+    draft_logits: bool = True
+    parents: tuple[int, ...] = ()
+    """Of a tree; empty for a chain of drafts."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,13 @@ class Models:
         return mean_tokens, mean_blocks
 
 
+def draw(probs: NDArray[np.float64], random: np.random.Generator) -> Ids:
+    """Draw a token from each row."""
+    sums = probs.cumsum(axis=1)
+    token = (sums <= random.random((len(probs), 1)) * sums[:, -1:]).sum(axis=1)
+    return np.asarray(np.minimum(token, probs.shape[1] - 1), dtype=np.int64)
+
+
 def make_models(
     num_draft_tokens: int, vocab_size: int, max_states: int, shape: Shape, temperature: float, seed: int
 ) -> Models:
@@ -127,6 +147,11 @@ def ordinary(target: Logits, draft: Logits, random: np.random.Generator) -> tupl
     return target, draft
 
 
+def unrelated(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:
+    """Draw the draft's logits apart from the target's, with a larger spread: q changes much with the temperature."""
+    return target, (2 * random.normal(size=target.shape)).astype(np.float32)
+
+
 def zeros(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:
     """Give some tokens no probability, in each model others."""
     return without(target, random.random(target.shape) < 0.3), without(draft, random.random(draft.shape) < 0.3)
@@ -154,6 +179,19 @@ def large(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[L
     signs = random.choice([-1, 1], size=(2, len(target), 1))
     signs[0, 0] = 1  # no model is too small to have a large row
     return (target + 60_000 * signs[0]).astype(np.float32), (draft + 60_000 * signs[1]).astype(np.float32)
+
+
+def star(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:
+    """Make all rows p ~ (18, 19, 6, 3) and q ~ (2, 34, 54, 4): siblings in a tree are often equal, and rejected in turn."""
+    rows = [np.full(target.shape, -np.inf, dtype=np.float32) for _ in range(2)]
+    for row, weights in zip(rows, ([18, 19, 6, 3], [2, 34, 54, 4])):
+        row[:, :4] = np.log(np.array(weights, dtype=np.float32))[: target.shape[1]]
+    return rows[0], rows[1]
+
+
+def flat(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:
+    """Make both models uniform."""
+    return np.zeros_like(target), np.zeros_like(draft)
 
 
 def alike(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:

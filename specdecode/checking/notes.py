@@ -3,12 +3,12 @@
 import numpy as np
 
 from specdecode.checking import runs
-from specdecode.checking.cases import ALIKE, CASES, HISTORY
+from specdecode.checking.cases import ALIKE, HISTORY
 from specdecode.checking.findings import Finding
 from specdecode.checking.models import Models
 from specdecode.checking.settings import Answers, Settings
 from specdecode.checking.statistics import detectable, goodness_of_fit
-from specdecode.checking.subject import OutputError, Subject
+from specdecode.checking.subject import Ids, OutputError, Subject
 
 SUSPICIOUS = 1e-6
 """Drafts that fit worse are not drawn as their logits say."""
@@ -34,19 +34,52 @@ def few_requests(first: Finding, threshold: float) -> list[str]:
 
 
 def drafts_fit(models: Models, outcome: runs.Outcome) -> bool:
-    """Return whether drafts are distributed as their logits say: else the bounds on acceptance do not hold."""
-    expected = models.final_states(models.draft_probs)
-    counts = np.bincount(outcome.draft_states[:, -1], minlength=len(expected))
-    complete = bool((outcome.given == models.num_draft_tokens).all())
-    return complete and goodness_of_fit(counts[None], expected[None]).p_value > SUSPICIOUS
+    """Return whether every draft has the distribution of its logits, where a request does not stop before it."""
+    for i, expected in enumerate(models.draft_probs):
+        if goodness_of_fit(draft_counts(models, outcome, i), expected).p_value < SUSPICIOUS:
+            return False
+    return True
+
+
+def draft_counts(models: Models, outcome: runs.Outcome, i: int) -> Ids:
+    """Count the tokens of draft i in each state: [states, V]."""
+    there = outcome.given > i
+    shape = models.draft[i].shape
+    cells = outcome.draft_states[there, i] * shape[1] + outcome.drafts[there, i]
+    return np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
+
+
+def unlikely_left_out(models: Models, outcome: runs.Outcome) -> bool:
+    """Return whether the drafter stops instead of drafting unlikely tokens.
+
+    In some state, then, tokens that should be drafted ten times never are, and all that are drafted are likelier.
+    """
+    if (outcome.given == models.num_draft_tokens).all():
+        return False
+    reached = np.ones(len(outcome.given), dtype=bool)
+    for i, expected in enumerate(models.draft_probs):
+        visits = np.bincount(outcome.draft_states[reached, i], minlength=len(expected))[:, None]
+        counts = draft_counts(models, outcome, i)
+        missing = (counts == 0) & (expected * visits >= 10) & (counts.sum(axis=1, keepdims=True) > 0)
+        least = np.where(counts > 0, expected, 1).min(axis=1, keepdims=True)
+        if missing.any() and (expected < least)[missing].all():
+            return True
+        reached = outcome.given > i
+    return False
 
 
 def note_drafts(subject: Subject, settings: Settings, answers: Answers) -> None:
     """Report drafts of another distribution: exact for some methods, such as strict, and wrong for others."""
-    for case in CASES:
+    for case in settings.cases:
         outcome = answers.outcomes.get(case.name)
         if subject.draft is None or outcome is None or case.how.drafts != "drawn":
             continue
+        if unlikely_left_out(settings.models(case), outcome):
+            answers.notes.append(
+                f"{case.name}: draft draws tokens, and leaves out unlikely ones. Only a verifier that does not divide by "
+                "their probability can be right with it."
+            )
+            return
         if not drafts_fit(settings.models(case), outcome):
             answers.notes.append(
                 f"{case.name}: draft does not draw from the softmax of draft_logits / temperature. Only a verifier that "
@@ -63,11 +96,11 @@ def note_seeds(subject: Subject, settings: Settings, answers: Answers) -> None:
     seeds, positions = runs.fresh(PROBES, random)
     order = random.permutation(PROBES)[: PROBES // 2]
     try:
-        drafts, states = runs.draft(subject, models, HISTORY.how, seeds, positions, random)
-        whole = subject.call(runs.arguments_of(models, HISTORY.how, drafts, states, seeds, positions))
-        again = subject.call(runs.arguments_of(models, HISTORY.how, drafts, states, seeds, positions))
+        drafts, states = runs.draft(subject, models, settings.how, seeds, positions, random)
+        whole = subject.call(runs.arguments_of(models, settings.how, drafts, states, seeds, positions))
+        again = subject.call(runs.arguments_of(models, settings.how, drafts, states, seeds, positions))
         some = (each[order] for each in (drafts, states, seeds, positions))
-        other = subject.call(runs.arguments_of(models, HISTORY.how, *some))
+        other = subject.call(runs.arguments_of(models, settings.how, *some))
     except OutputError:
         return  # seen elsewhere
     same, moved = (whole == again).all(axis=1).sum(), (whole[order] == other).all(axis=1).sum()
@@ -79,12 +112,12 @@ def note_seeds(subject: Subject, settings: Settings, answers: Answers) -> None:
 
 def note_impossible_drafts(subject: Subject, settings: Settings, answers: Answers) -> None:
     """Report whether drafts with q = 0 are accepted: drafts that are drawn from q never have it."""
-    if "draft_logits" not in subject.takes:
+    if "draft_logits" not in subject.takes or settings.tree:
         return
     models, random = settings.models(ALIKE), settings.random("q = 0")
     drafts = np.zeros((PROBES, models.num_draft_tokens), dtype=np.int64)
     states = np.zeros((PROBES, models.num_draft_tokens + 1), dtype=np.int64)
-    arguments = runs.arguments_of(models, HISTORY.how, drafts, states, *runs.fresh(PROBES, random))
+    arguments = runs.arguments_of(models, settings.how, drafts, states, *runs.fresh(PROBES, random))
     assert arguments.draft_logits is not None
     arguments.draft_logits[:, :, 0] = -np.inf
     try:

@@ -40,15 +40,20 @@ class Report:
         settings: the arguments of the run.
         threshold: a check fails if its p-value is below.
         seconds: how long it took.
+        lossiness: lower bound, estimate and upper bound of the total variation that the verifier adds to a token, with
+            probability .999 each; None without `allow`.
+        nan: the first place in the caller's code that computed NaN in a check that failed, or "".
     """
 
     checks: list[Check]
     suspects: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     subject: str = ""
-    settings: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     threshold: float = 0.0
     seconds: float = 0.0
+    nan: str = ""
+    lossiness: tuple[float, float, float] | None = None
 
     @property
     def passed(self) -> bool:
@@ -73,12 +78,17 @@ class Report:
         width = max((len(check.name) for check in self.checks), default=0)
         lines = [
             f"specdecode check {self.subject}: {'right' if self.passed else 'WRONG'}",
-            ", ".join(f"{name} {value:,}" for name, value in self.settings.items()),
+            ", ".join(
+                f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
+                for name, value in self.settings.items()
+            ),
             "",
         ]
         for check in self.checks:
             lines += check.lines(width)
         lines.append("")
+        if self.nan:
+            lines += wrapped(f"The code that was called computed NaN: {self.nan}.")
         lines += wrapped(self.verdict())
         lines += self.suspect_lines()
         for note in self.notes:
@@ -105,6 +115,11 @@ class Report:
         if not self.passed and all(check.p_value is None for check in self.checks):
             return "No statistics are needed to see this, and nothing else was asked."
         alarm = f"A check fails if its p-value is below {self.threshold:.1g}. A right verifier fails once in a million runs."
+        if self.lossiness is not None:
+            return (
+                f"A check fails if its p-value is below {self.threshold:.1g}: a total variation of more than "
+                f"{self.settings['allow']:g} is certain, or requests are not independent. Bounds hold with probability .999."
+            )
         if not self.passed:
             return alarm
         seen = "An error of the total variation in the table is seen with probability .999; a smaller one may pass."

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from specdecode.checking.models import Models
+from specdecode.checking import trees
+from specdecode.checking.models import How, Models, draw
 from specdecode.checking.subject import Arguments, Ids, Subject, given_drafts
 
 Tick = Callable[[int], None]
@@ -14,15 +14,6 @@ Tick = Callable[[int], None]
 MOST_REQUESTS = 8192
 MOST_LOGITS = 2**24
 """Of one call."""
-
-
-class How(NamedTuple):
-    """The way in which a case calls the verifier."""
-
-    drafts: str = "drawn"
-    """"drawn" from the draft model, "argmax" of it, or "ragged": drawn, each request with a number of its own."""
-
-    draft_logits: bool = True
 
 
 class Outcome(NamedTuple):
@@ -52,17 +43,12 @@ class Outcome(NamedTuple):
         return np.asarray((self.tokens != -1).sum(axis=1) - 1)
 
 
-def draw(probs: NDArray[np.float64], random: np.random.Generator) -> Ids:
-    """Draw a token from each row."""
-    sums = probs.cumsum(axis=1)
-    token = (sums <= random.random((len(probs), 1)) * sums[:, -1:]).sum(axis=1)
-    return np.asarray(np.minimum(token, probs.shape[1] - 1), dtype=np.int64)
-
-
 def draft(
     subject: Subject, models: Models, how: How, seeds: Ids, positions: Ids, random: np.random.Generator
 ) -> tuple[Ids, Ids]:
-    """Return drafts and the states that they lead through."""
+    """Return drafts and the states that they lead through, or the tokens and the states of a tree's nodes."""
+    if how.parents:
+        return trees.draft(models, how, len(seeds), random)
     num_drafts, requests = models.num_draft_tokens, len(seeds)
     drafts = np.zeros((requests, num_drafts), dtype=np.int64)
     states = np.zeros((requests, num_drafts + 1), dtype=np.int64)
@@ -84,7 +70,9 @@ def draft(
 
 
 def arguments_of(models: Models, how: How, drafts: Ids, states: Ids, seeds: Ids, positions: Ids) -> Arguments:
-    """Look up the rows that both models have along the drafts."""
+    """Look up the rows of both models along the drafts, or at the nodes of a tree."""
+    if how.parents:
+        return arguments_at_nodes(models, how, drafts, states, seeds, positions)
     target = np.stack([rows[states[:, i]] for i, rows in enumerate(models.target)], axis=1)
     if not how.draft_logits:
         logits = None
@@ -93,6 +81,18 @@ def arguments_of(models: Models, how: How, drafts: Ids, states: Ids, seeds: Ids,
     else:
         logits = np.zeros((len(seeds), 0, models.vocab_size), dtype=np.float32)
     return Arguments(target, drafts, logits, float(models.temperature), seeds, positions)
+
+
+def arguments_at_nodes(models: Models, how: How, tokens: Ids, states: Ids, seeds: Ids, positions: Ids) -> Arguments:
+    """Look up the rows of both models at each node; padding has rows of node 0, and deepest nodes no draft row."""
+    depth = np.maximum(trees.depths(how.parents), 0)
+    target = np.stack([models.target[d][states[:, node]] for node, d in enumerate(depth)], axis=1)
+    logits = None
+    if how.draft_logits:
+        tables = [*models.draft, np.zeros_like(models.target[-1])]
+        logits = np.stack([tables[d][states[:, node]] for node, d in enumerate(depth)], axis=1)
+    parents = np.array(how.parents, dtype=np.int64)
+    return Arguments(target, tokens, logits, float(models.temperature), seeds, positions, parents)
 
 
 def complete(models: Models, tokens: Ids, random: np.random.Generator) -> tuple[Ids, Ids]:
@@ -113,6 +113,10 @@ def run_step(
     """Verify one step of each request, in one call."""
     drafts, draft_states = draft(subject, models, how, seeds, positions, random)
     tokens = subject.call(arguments_of(models, how, drafts, draft_states, seeds, positions))
+    if how.parents:  # the path of first children stands for the drafts of a chain
+        path = trees.leftmost(how.parents)
+        unused = ((0, 0), (0, models.num_draft_tokens - len(path)))
+        drafts = np.pad(drafts[:, path], unused, constant_values=-1)
     return Outcome(drafts, draft_states, tokens, *complete(models, tokens, random))
 
 
@@ -149,41 +153,45 @@ def joined(parts: list[Outcome]) -> Outcome:
 
 
 def run_small_calls(
-    subject: Subject, models: Models, calls: int, random: np.random.Generator, tick: Tick | None = None
+    subject: Subject, models: Models, how: How, calls: int, random: np.random.Generator, tick: Tick | None = None
 ) -> Ids:
     """Return the first tokens of the two requests of each of many calls: [calls, 2]."""
-    return np.array([first_tokens(subject, models, 2, random, tick) for _ in range(calls)])
+    return np.array([first_tokens(subject, models, how, 2, random, tick) for _ in range(calls)])
 
 
 def run_two_calls(
-    subject: Subject, models: Models, requests: int, random: np.random.Generator, tick: Tick | None = None
+    subject: Subject, models: Models, how: How, requests: int, random: np.random.Generator, tick: Tick | None = None
 ) -> Ids:
     """Return the first tokens of two calls, one row a place: [requests, 2]."""
     size = max(batches(requests, models))
-    return np.stack([first_tokens(subject, models, size, random, tick) for _ in range(2)], axis=1)
+    return np.stack([first_tokens(subject, models, how, size, random, tick) for _ in range(2)], axis=1)
 
 
 def first_tokens(
-    subject: Subject, models: Models, requests: int, random: np.random.Generator, tick: Tick | None
+    subject: Subject, models: Models, how: How, requests: int, random: np.random.Generator, tick: Tick | None
 ) -> Ids:
     """Return the first token of each request of one call. All have one position, so that seeds alone tell them apart."""
     seeds, positions = fresh(requests, random)
     positions[:] = 7
     if tick is not None:
         tick(requests)
-    return run_step(subject, models, How(), seeds, positions, random).tokens[:, 0]
+    return run_step(subject, models, how, seeds, positions, random).tokens[:, 0]
 
 
 def run_two_steps(
-    subject: Subject, models: Models, requests: int, random: np.random.Generator, tick: Tick | None = None
+    subject: Subject, models: Models, how: How, requests: int, random: np.random.Generator, tick: Tick | None = None
 ) -> Ids:
-    """Return the first token of two steps of each request, with one seed and the positions that follow: [requests, 2]."""
+    """Return tokens of two steps of each request, with one seed and the positions that follow: [requests, 3].
+
+    They are the first token of one step, its last token (-1 if no draft was accepted), and the first token of the next step.
+    """
     tokens: list[Any] = []
     for size in batches(requests, models):
         seeds, positions = fresh(size, random)
-        one = run_step(subject, models, How(), seeds, positions, random)
-        two = run_step(subject, models, How(), seeds, positions + one.accepted + 1, random)
-        tokens.append(np.stack([one.tokens[:, 0], two.tokens[:, 0]], axis=1))
+        one = run_step(subject, models, how, seeds, positions, random)
+        two = run_step(subject, models, how, seeds, positions + one.accepted + 1, random)
+        last = np.where(one.accepted > 0, one.tokens[np.arange(size), one.accepted], -1)
+        tokens.append(np.stack([one.tokens[:, 0], last, two.tokens[:, 0]], axis=1))
         if tick is not None:
             tick(size)
     return np.concatenate(tokens)

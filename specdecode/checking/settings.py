@@ -2,14 +2,14 @@
 
 import sys
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdecode.checking import runs
-from specdecode.checking.cases import Case
+from specdecode.checking.cases import CASES, GREEDY, Case, tree_cases
 from specdecode.checking.findings import Finding
-from specdecode.checking.models import Models, make_models
+from specdecode.checking.models import How, Models, make_models
 from specdecode.checking.subject import Arguments, Ids, OutputError
 
 MOST_LOGITS = 2**22
@@ -23,6 +23,26 @@ class Settings(NamedTuple):
     vocab_size: int
     requests: int
     seed: int
+    tree: tuple[int, ...] | None = None
+    allow: float | None = None
+    """The total variation of a token that a lossy rule may add; None: the verifier is meant to be exact."""
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """The cases of a chain or of the tree, the main case first."""
+        return tree_cases(self.tree) if self.tree else CASES
+
+    @property
+    def how(self) -> How:
+        """The way to call the verifier where a question does not say otherwise."""
+        return How(parents=self.tree or ())
+
+    def shown(self) -> dict[str, Any]:
+        """Return the settings as the report shows them."""
+        sizes = {"vocabulary": self.vocab_size, "requests": self.requests, "seed": self.seed}
+        chain: dict[str, Any] = {"drafts": self.num_draft_tokens}
+        first = {"tree": list(self.tree)} if self.tree else chain
+        return first | sizes | ({} if self.allow is None else {"allow": self.allow})
 
     def models(self, case: Case) -> Models:
         """Return a case's models; they are the same in every run of one size, so that its power is, too."""
@@ -54,7 +74,17 @@ class Answers:
         """Names of questions, by the reason."""
         self.outcomes: dict[str, runs.Outcome] = {}
         self.greedy: tuple[Arguments, Ids] | None = None
-        """The arguments of the greedy question's calls, and the tokens."""
+        """The arguments and the tokens of the greedy question."""
+        self.lossiness: tuple[float, float, float] | None = None
+        """Bounds of the total variation of a token in the main case, if the rule is meant to be lossy."""
+        self.nan: dict[str, str] = {}
+        """The first place at which NumPy computed NaN in the caller's functions, by the question."""
+
+    def note_nan(self, name: str, places: list[str]) -> None:
+        """Keep the first of the places at which a question computed NaN."""
+        if places:
+            self.nan[name] = places[0]
+            places.clear()
 
     def leave_out(self, name: str, reason: str) -> None:
         """Note that a question was not asked."""
@@ -66,11 +96,13 @@ class Answers:
         return left_out + self.notes + [note for each in self.findings for note in each.notes]
 
     def fail(self, name: str, error: OutputError, may_refuse: bool = False) -> None:
-        """Take an error as the answer, or as a refusal to be asked."""
-        if may_refuse and error.raised:
+        """Take an error as the answer, or as a refusal to be asked. An exception that proves a mistake is no refusal."""
+        if may_refuse and error.raised and not error.suspect:
             self.leave_out(name, f"{str(error).splitlines()[0]}.")
-        else:
-            self.findings.append(Finding(name, None, False, str(error), suspect=error.suspect))
+            return
+        nan_at_zero = name == GREEDY and error.suspect == "nan_probabilities"
+        suspect = "greedy_divides_by_0" if nan_at_zero else error.suspect
+        self.findings.append(Finding(name, None, False, str(error), suspect=suspect))
 
 
 class Progress:

@@ -133,6 +133,32 @@ def mean_above(mean: float, bound: float, size: int) -> float:
     return float(np.exp(-size * divergence))
 
 
+def least_expected(mean: float, size: int, error: float = 1e-3) -> float:
+    """Return the smallest expectation of numbers in [0, 1] with `mean_above(mean, expectation, size)` of at least `error`.
+
+    >>> round(least_expected(0.6, 1000), 4)
+    0.5408
+    """
+    low, high = 0.0, mean
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if mean_above(mean, middle, size) > error else (middle, high)
+    return high
+
+
+def distance(counts: Counts, probabilities: Floats) -> tuple[float, float]:
+    """Return the total variation of rows of counts, and its mean if they are drawn from the probabilities.
+
+    Rows are weighted by their totals. The mean of |O - E| is sqrt(2 / pi) standard deviations.
+    """
+    totals = counts.sum(axis=1, keepdims=True)
+    deviations = np.sqrt(totals * probabilities * (1 - probabilities))
+    scale = 2 * max(1, int(totals.sum()))
+    return float(abs(counts - totals * probabilities).sum() / scale), float(
+        (2 / np.pi) ** 0.5 * deviations.sum() / scale
+    )
+
+
 def detectable(degrees: int, size: int, threshold: float) -> float:
     """Return the total variation that a test of this size sees with probability .999: sqrt(lambda / (4 size)).
 

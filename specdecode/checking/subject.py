@@ -2,29 +2,51 @@
 
 import dataclasses
 import inspect
+import os
 import re
+import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specdecode.checking.trees import depths, on_a_path
+
 Ids = NDArray[np.int64]
 
 VERIFIER_OPTIONS = ("temperature", "seeds", "positions")
 AFTER_REJECTION = "every token but the last to be the draft in its place: after a rejection comes one token, then -1"
+ON_A_PATH = "every token but the last to be a child of the one before"
 NO_TOKEN = "at least one token"
 MOST_SHOWN = 200
 """Numbers of an array in a report."""
 
-SHOWN = {AFTER_REJECTION: "goes_on_after_a_rejection", NO_TOKEN: "no_token_after_the_drafts"}
-"""Known mistakes that an error shows."""
+SHOWN = {
+    AFTER_REJECTION: "goes_on_after_a_rejection",
+    ON_A_PATH: "tree_leaves_the_path",
+    NO_TOKEN: "no_token_after_the_drafts",
+}
+"""Known mistakes by the rule that an output breaks."""
+
+RAISED = {r"\bnans?\b": "nan_probabilities", r"negative|\b0 > p|pvals < 0": "negative_probabilities"}
+"""Known mistakes by the message of an exception."""
+
+NO_RETURN = "no_return"
+"""The known mistake that None as the output proves."""
 
 NO_DRAFT = "minus_1_is_an_index"
-"""The remark for a request with fewer drafts than others."""
+"""The known mistake if the request of a wrong output has fewer drafts than others."""
+
+LIBRARY = re.compile(
+    rf"^<|site-packages|{re.escape(sysconfig.get_path('stdlib'))}|{re.escape(str(Path(__file__).parent))}"
+)
+"""Files whose functions are not the caller's."""
 
 DRAFTER_OPTIONS = ("temperature", "seeds", "positions", "offset")
 
@@ -36,7 +58,7 @@ class OutputError(Exception):
         super().__init__(message)
         self.raised = raised
         self.suspect = suspect
-        """The id of the known mistake that it shows, if it does."""
+        """The id of a known mistake that the error proves, or ""."""
 
 
 class Arguments(NamedTuple):
@@ -48,11 +70,21 @@ class Arguments(NamedTuple):
     temperature: float
     seeds: Ids
     positions: Ids
+    parents: Ids | None = None
+    """[N] of a tree; then `draft_token_ids` are [n, N], and the logits have a row for each node."""
 
     def requests(self, some: slice) -> "Arguments":
         """Return a copy of the arguments for some requests."""
-        values: list[Any] = [each[some].copy() if isinstance(each, np.ndarray) else each for each in self]
+        values: list[Any] = [each[some].copy() if isinstance(each, np.ndarray) else each for each in self[:6]]
+        values.append(None if self.parents is None else self.parents.copy())
         return Arguments(*values)
+
+    @property
+    def most_drafts(self) -> int:
+        """The most drafts that a request can accept."""
+        if self.parents is None:
+            return int(self.draft_token_ids.shape[1])
+        return max(depths(self.parents.tolist()))
 
 
 @dataclass(frozen=True)
@@ -68,9 +100,14 @@ class Subject:
     """The keyword for draft logits, or "" for the third positional argument."""
 
     draft_takes: frozenset[str] = frozenset()
+    tree: bool = False
+    """Whether it verifies trees."""
+
+    invalid: list[str] = field(default_factory=list)
+    """Places in the functions at which NumPy computed NaN since the list was cleared."""
 
     @classmethod
-    def of(cls, verify: Callable[..., Any], draft: Callable[..., Any] | None = None) -> "Subject":
+    def of(cls, verify: Callable[..., Any], draft: Callable[..., Any] | None = None, tree: bool = False) -> "Subject":
         """Read the signatures.
 
         Raises:
@@ -84,14 +121,16 @@ class Subject:
         logits_name = "draft_logits" if "draft_logits" in names or anything else None
         required = [each for each in parameters if each.default is each.empty and each.kind < each.VAR_KEYWORD]
         required = [each for each in required if each.kind != each.VAR_POSITIONAL]
-        if logits_name is None and len(positional) > 2 and positional[2].name not in known:
-            logits_name = ""  # it calls them otherwise
-        others = [each.name for each in required if each not in positional[: 3 if logits_name == "" else 2]]
-        takes_two = len(positional) >= 2 or any(each.kind == each.VAR_POSITIONAL for each in parameters)
-        if not takes_two or set(others) - known:
+        first = "target_logits, token_ids, parents" if tree else "target_logits, draft_token_ids"
+        by_position = 3 if tree else 2
+        if not tree and logits_name is None and len(positional) > 2 and positional[2].name not in known:
+            logits_name, by_position = "", 3  # it calls them otherwise
+        others = [each.name for each in required if each not in positional[:by_position]]
+        takes_first = len(positional) >= 2 + tree or any(each.kind == each.VAR_POSITIONAL for each in parameters)
+        if not takes_first or set(others) - known:
             raise ValueError(
-                "verify: expected a function of (target_logits, draft_token_ids) and of any of draft_logits, temperature, "
-                f"seeds and positions, the first two by position, got one of {inspect.signature(verify)}"
+                f"verify: expected a function of ({first}) and of any of draft_logits, temperature, seeds and positions, "
+                f"the first {'three' if tree else 'two'} by position, got one of {inspect.signature(verify)}"
             )
         return cls(
             verify,
@@ -100,6 +139,7 @@ class Subject:
             | ({"draft_logits"} if logits_name is not None else set()),
             logits_name,
             draft_options(draft) if draft is not None else frozenset(),
+            tree,
         )
 
     def call(self, arguments: Arguments) -> Ids:
@@ -109,21 +149,39 @@ class Subject:
             OutputError: the verifier raised, or what it returned is not sound.
         """
         own = arguments.requests(slice(None))
-        positional: list[Any] = [own.target_logits, own.draft_token_ids]
+        positional: list[Any] = [own.target_logits, own.draft_token_ids, *([own.parents] if self.tree else [])]
         keywords: dict[str, Any] = {name: getattr(own, name) for name in VERIFIER_OPTIONS if name in self.takes}
         if self.draft_logits_name:
             keywords[self.draft_logits_name] = own.draft_logits
         elif self.draft_logits_name is not None:
             positional.append(own.draft_logits)
         try:
-            with np.errstate(all="ignore"):
+            with self.noting_nan():
                 output = self.verify(*positional, **keywords)
         except Exception as error:  # a black box can raise anything
-            raise OutputError(self.raised(arguments, error), raised=True) from error
+            raise self.raised(arguments, error, lambda: self.verify(*positional, **keywords)) from error
+        if output is None:
+            blamed = returns_none(lambda: self.verify(*positional, **keywords))
+            reason = f"expected [{len(arguments.seeds)}, {arguments.most_drafts + 1}] integer ids, got None"
+            lines = [f"verify: {reason}", *([f"  {blamed}"] if blamed else []), self.shown(arguments, 0)]
+            raise OutputError("\n".join(lines), suspect=NO_RETURN)
         return sound(output, arguments, self)
 
-    def raised(self, arguments: Arguments, error: Exception) -> str:
-        """Describe an exception with as few requests as show it: halve them while a half raises, too."""
+    def noting_nan(self) -> np.errstate:
+        """Return a context without NumPy's warnings that adds the places of new NaN to `invalid`."""
+
+        def note(kind: str, flag: int) -> None:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and f"{os.sep}numpy{os.sep}" in frame.f_code.co_filename:
+                frame = frame.f_back
+            place = "" if frame is None else place_of(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            if place and place not in self.invalid:
+                self.invalid.append(place)
+
+        return np.errstate(all="ignore", invalid="call", call=note)
+
+    def raised(self, arguments: Arguments, error: Exception, call: Callable[[], Any]) -> OutputError:
+        """Return the error for an exception with as few requests as show it: halve them while a half raises, too."""
         count = len(arguments.seeds)
         reason = described(error)
         if count > 1:
@@ -132,14 +190,19 @@ class Subject:
                     self.call(arguments.requests(half))
                 except OutputError as fewer:
                     if fewer.raised:
-                        return str(fewer)
+                        return fewer
             reason += f" (for {count} requests, of which this is the first; neither half of them raises)"
-        return f"verify raised {reason}\n{self.shown(arguments, 0)}"
+        suspects = [name for pattern, name in RAISED.items() if re.search(pattern, str(error), re.IGNORECASE)]
+        if suspects and self.invalid:
+            suspects = ["nan_probabilities"]  # a caller's own test `weights.min() >= 0` fails for NaN, too
+        if "NoneType" in str(error) and arguments.draft_logits is not None and (blamed := returns_none(call)):
+            reason, suspects = f"{reason}\n  {blamed}", [NO_RETURN]
+        return OutputError(f"verify raised {reason}\n{self.shown(arguments, 0)}", True, (suspects or [""])[0])
 
     def shown(self, arguments: Arguments, index: int) -> str:
         """Write the call with one request as Python."""
         one = arguments.requests(slice(index, index + 1))
-        parts = [array(one.target_logits), array(one.draft_token_ids)]
+        parts = [array(one.target_logits), array(one.draft_token_ids), *([array(one.parents)] if self.tree else [])]
         if self.draft_logits_name is not None:
             logits = "None" if one.draft_logits is None else array(one.draft_logits)
             parts.append(f"{self.draft_logits_name}={logits}" if self.draft_logits_name else logits)
@@ -156,7 +219,7 @@ class Subject:
         assert self.draft is not None
         keywords = {name: value for name, value in ({**options, "offset": offset}).items() if name in self.draft_takes}
         try:
-            with np.errstate(all="ignore"):
+            with self.noting_nan():
                 output = self.draft(logits.copy(), **keywords)
         except Exception as error:
             call = f"draft([{len(logits)}, {logits.shape[1]}] logits, offset={offset}, ...)"
@@ -172,13 +235,52 @@ class Subject:
         return ids
 
 
+def returns_none(call: Callable[[], Any]) -> str:
+    """Call again; return a sentence on the last function that returned None, or "" if there is none.
+
+    A function without a `return` of a value comes before others: those may pass on the None of a function that they call.
+    """
+    found: list[CodeType] = []
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "return" and argument is None and not LIBRARY.search(frame.f_code.co_filename):
+            found.append(frame.f_code)
+
+    raising: set[CodeType] = set()
+    sys.setprofile(profile)
+    try:
+        call()
+    except Exception as error:  # the one that was raised before
+        raising = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+    finally:
+        sys.setprofile(None)
+    candidates = [each for each in found if each not in raising]  # an exception, too, ends a function with None
+    candidates.sort(key=lambda each: re.search(r"\breturn +(?!None\b)\S", source_of(each)) is None)
+    if not candidates:
+        return ""
+    code = candidates[-1]
+    return f"{code.co_name} ({Path(code.co_filename).name}, line {code.co_firstlineno}) returned None: is a return missing?"
+
+
+def source_of(code: CodeType) -> str:
+    """Return the source of a function, "" if there is none."""
+    try:
+        return inspect.getsource(code)
+    except OSError:
+        return ""
+
+
 def described(error: Exception) -> str:
-    """Say what was raised, and where in the file of the function that was called."""
+    """Return an exception's type and message, and its place in the file of the function that was called."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call in this file
-    where = [
-        f"{Path(each.filename).name}, line {each.lineno}" for each in frames if each.filename == frames[0].filename
-    ]
-    return f"{type(error).__name__}: {error}" + (f" ({where[-1]})" if where else "")
+    own = [each for each in frames if each.filename == frames[0].filename]
+    where = f" ({place_of(own[-1].filename, own[-1].lineno, own[-1].name)})" if own else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def place_of(file: str, line: int | None, function: str) -> str:
+    """Return a place in a program: file, line and function."""
+    return f"{Path(file).name}, line {line}, in {function}"
 
 
 def parameters_of(name: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -247,7 +349,7 @@ def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
         OutputError: it is not.
     """
     drafts = arguments.draft_token_ids
-    requests, num_drafts = drafts.shape
+    requests, num_drafts = len(drafts), arguments.most_drafts
     vocab = arguments.target_logits.shape[2]
     expected = f"[{requests}, {num_drafts + 1}] integer ids"
     ids = integers(output, (requests, num_drafts + 1))
@@ -257,19 +359,24 @@ def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
     ended = ids == -1
     length = np.where(ended.any(axis=1), ended.argmax(axis=1), num_drafts + 1)
     slots = np.arange(num_drafts + 1)
-    given = given_drafts(drafts)
+    given = given_drafts(drafts) if arguments.parents is None else np.full(requests, num_drafts)
     before_last = slots[:-1] < (length - 1)[:, None]
     problems = {
         f"ids from 0 to {vocab - 1}, or -1 after the last token": ((ids < -1) | (ids >= vocab)).any(axis=1),
         NO_TOKEN: length == 0,
         "only -1 after the first -1": ((slots > length[:, None]) & ~ended).any(axis=1),
         "no more tokens than drafts and one": length > given + 1,
-        AFTER_REJECTION: ((ids[:, :-1] != drafts) & before_last).any(axis=1),
     }
+    if arguments.parents is None:
+        problems[AFTER_REJECTION] = ((ids[:, :-1] != drafts) & before_last).any(axis=1)
+    else:
+        problems[ON_A_PATH] = ~on_a_path(ids, drafts, arguments.parents)
     for rule, bad in problems.items():
         if bad.any():
             index = int(bad.argmax())
-            what = f"got {ids[index].tolist()} for drafts {drafts[index].tolist()} ({int(bad.sum())} of {requests} requests)"
+            given_as = "drafts" if arguments.parents is None else "nodes"
+            what = f"got {ids[index].tolist()} for {given_as} {drafts[index].tolist()}"
+            what += f" ({int(bad.sum())} of {requests} requests)"
             call = f"{subject.shown(arguments, index)}\n  returned: {array(ids[index : index + 1])}"
             suspect = SHOWN.get(rule, "")
             if given[index] < num_drafts:

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specdecode.checking.lossy import RULES
 from specdecode.checking.subject import given_drafts
+from specdecode.checking.trees import depths
 
 Function = Callable[..., Any]
 
@@ -28,6 +30,8 @@ class Loaded(NamedTuple):
     verify: Function
     draft: Function | None
     name: str
+    tree: Function | None = None
+    """A verifier of trees, if it has one."""
 
 
 def load(name: str, files: dict[Path, ModuleType] | None = None) -> Loaded:
@@ -41,7 +45,8 @@ def load(name: str, files: dict[Path, ModuleType] | None = None) -> Loaded:
         ValueError: there is none of that name, or what it needs is not installed.
     """
     if name.rpartition(":")[0].endswith(".py"):
-        return Loaded(load_function("subject", name, {} if files is None else files), None, name)
+        function = load_function("subject", name, {} if files is None else files)
+        return Loaded(function, None, name, function)
     first, *options = name.split(":")
     if first not in SUBJECTS:
         known = ", ".join(SUBJECTS)
@@ -128,7 +133,30 @@ def specdecode(method: str = "probabilistic", backend: str = "auto") -> Loaded:
         logits, seeds, positions = tensors(draft_logits, seeds, positions)
         return sampler.draft(logits, temperature=temperature, seeds=seeds, positions=positions, offset=offset).token_ids
 
-    return Loaded(verify, draft, f"specdecode {__version__} {method}, {backend}, {device}")
+    def tree(
+        target_logits: Any, token_ids: Any, parents: Any, *, temperature: float, seeds: Any, positions: Any
+    ) -> Any:
+        tensors_of_call = tensors(target_logits, token_ids, parents, seeds, positions)
+        target, tokens, links, seeds, positions = tensors_of_call
+        depth = max(depths(parents.tolist()))
+        options = {"temperature": temperature, "seeds": seeds, "positions": positions}
+        return sampler.tree(target, tokens, links, max_depth=depth, **options).token_ids
+
+    name = f"specdecode {__version__} {method}, {backend}, {device}"
+    return Loaded(verify, draft, name, tree if method == "strict" else None)
+
+
+def lossy(rule: str) -> Callable[..., Loaded]:
+    """Return the loader of a rule that is meant to be lossy; its options are numbers."""
+
+    def load_rule(*options: str) -> Loaded:
+        try:
+            numbers = [int(each) if each.isdigit() else float(each) for each in options]
+        except ValueError as error:
+            raise TypeError("options are numbers") from error
+        return Loaded(RULES[rule](*numbers), None, ":".join([rule, *options]))
+
+    return load_rule
 
 
 # --- transformers ------------------------------------------------------------------------------------------------------
@@ -271,4 +299,5 @@ def flashinfer() -> Loaded:
 
 SUBJECTS: dict[str, Callable[..., Loaded]] = {
     "specdecode": specdecode, "transformers": transformers, "vllm": vllm, "sglang": sglang, "flashinfer": flashinfer,
+    **{rule: lossy(rule) for rule in RULES},
 }  # fmt: skip

@@ -8,14 +8,14 @@ a request with fewer drafts. Of those that fit, the one that differs least is th
 If temperature 0 alone is wrong, its mistakes are run on the same rows and drafts, and the kinds of error are compared.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from scipy.special import chdtrc, chdtri
 
 from specdecode.checking import greedy
-from specdecode.checking.cases import CASES, GREEDY, HISTORY, INDEPENDENCE, Case
-from specdecode.checking.mistakes import MISTAKES, Mistake
+from specdecode.checking.cases import GREEDY, HISTORY, INDEPENDENCE, Case
+from specdecode.checking.mistakes import MISTAKES
 from specdecode.checking.models import Models
 from specdecode.checking.runs import Outcome, run
 from specdecode.checking.settings import Settings
@@ -73,30 +73,33 @@ def by_distribution(
     """Return the ids of the mistakes whose distribution fits, likeliest first."""
     distances: dict[str, tuple[bool, float]] = {}
     for name, mistake in MISTAKES.items():
-        if mistake.signature or (mistake.drafter is not None and subject.draft is None):
+        if mistake.signature or bool(mistake.tree) != bool(settings.tree):
             continue
-        distance = compared(mistake, subject, settings, outcomes, failed)
-        if distance is not None:
-            distances[name] = distance
+        if mistake.drafter is not None and subject.draft is None:
+            continue
+        for verifier in (mistake.verifier, *mistake.forms):
+            simulated = Subject.of(verifier, mistake.drafter if subject.draft is not None else None, subject.tree)
+            distance = compared(simulated, subject, settings, outcomes, failed)
+            if distance is not None:
+                distances[name] = min(distance, distances.get(name, distance))
     return sorted(distances, key=lambda name: distances[name])[:MOST]
 
 
 def compared(
-    mistake: Mistake, subject: Subject, settings: Settings, outcomes: Mapping[str, Outcome], failed: set[str]
+    simulated: Subject, subject: Subject, settings: Settings, outcomes: Mapping[str, Outcome], failed: set[str]
 ) -> tuple[bool, float] | None:
-    """Return whether a case differs, and the distance of the others from the results, in standard deviations.
+    """Return whether a case differs from the simulated mistake, and the distance of the others, in standard deviations.
 
     None: it does not fit. The main case must fit, and one of those that failed.
     """
-    simulated = Subject.of(mistake.verifier, mistake.drafter if subject.draft is not None else None)
     fits, differing = [], ""
-    for case, requests in looks(outcomes, failed):
+    for case, requests in looks(settings.cases, outcomes, failed):
         models, seen = settings.models(case), outcomes[case.name]
         how = case.how._replace(draft_logits=case.how.draft_logits and "draft_logits" in subject.takes)
         own = run(simulated, models, how, requests, settings.random(case.name, purpose=1))
         fit = homogeneity(cells(models, seen, requests), cells(models, own, requests))
         if fit.p_value < FITS:
-            if differing or case is HISTORY or failed == {case.name}:
+            if differing or case.name == HISTORY.name or failed == {case.name}:
                 return None
             differing = case.name
         elif requests == len(seen.tokens):
@@ -108,20 +111,20 @@ def compared(
     return bool(differing), (statistic - degrees) / max(1.0, (2 * degrees) ** 0.5)
 
 
-def looks(outcomes: Mapping[str, Outcome], failed: set[str]) -> list[tuple[Case, int]]:
+def looks(cases: Sequence[Case], outcomes: Mapping[str, Outcome], failed: set[str]) -> list[tuple[Case, int]]:
     """Return the cases with their numbers of requests to compare: the most informative per cost come first."""
-    sizes = {case: len(outcomes[case.name].tokens) for case in CASES if case.name in outcomes}
-    first = [(HISTORY, look) for look in LOOKS if look < sizes.get(HISTORY, 0)]
+    sizes = {case: len(outcomes[case.name].tokens) for case in cases if case.name in outcomes}
+    first = [(case, look) for case in cases[:1] for look in LOOKS if look < sizes.get(case, 0)]
     return first + sorted(sizes.items(), key=lambda each: (each[0].name not in failed, each[1]))
 
 
 def cells(models: Models, outcome: Outcome, requests: int) -> Ids:
-    """Number the compared values: accepted drafts, first draft, draft at the first rejection, last token."""
+    """Number the compared values: accepted drafts, first draft, draft at the first rejection, first and last token."""
     outcome = Outcome(*(each[:requests] for each in outcome))
     accepted, vocab = outcome.accepted, models.vocab_size + 1
     rows = np.arange(len(accepted))
     drafts = np.pad(outcome.drafts, ((0, 0), (0, 1)), constant_values=-1) + 1
     number = accepted
-    for part in (drafts[:, 0], drafts[rows, accepted], outcome.tokens[rows, accepted]):
+    for part in (drafts[:, 0], drafts[rows, accepted], outcome.tokens[:, 0], outcome.tokens[rows, accepted]):
         number = number * vocab + part
     return number

@@ -15,12 +15,16 @@ from specdecode.checking.verifiers import (
     Step,
     Use,
     Verifier,
+    accept_by_ratio,
     block_acceptance,
     gumbel,
+    last_row,
+    leading,
     log,
     or_target,
     pick,
     ratio,
+    residual,
     running_ratios,
 )
 
@@ -87,6 +91,17 @@ def all_accepted(step: Step, accepts: Bools) -> Ids:
     return np.asarray((accepts & (np.arange(step.num_drafts) < step.given[:, None])).sum(axis=1))
 
 
+def one_more(step: Step, accepts: Bools) -> Ids:
+    """Count the first rejected draft as accepted."""
+    return np.minimum(leading(step, accepts) + 1, step.given)
+
+
+def after_one_more(step: Step) -> Floats:
+    """Return the bonus weights, or the residual of the last draft if that was rejected."""
+    accepted_all = leading(step, accept_by_ratio(step)) == step.given
+    return np.where(accepted_all[:, None], last_row(step), residual(step, np.maximum(step.given - 1, 0)))
+
+
 ACCEPTANCE = {
     "accept_everything": Mistake(
         "every draft is accepted, whatever the target says.",
@@ -101,7 +116,7 @@ ACCEPTANCE = {
         Verifier(accepts=lambda step: step.uniforms() * step.of_drafts(step.target) < step.of_drafts(step.draft)),
     ),
     "accept_complement": Mistake(
-        "drafts are accepted where they should be rejected.",
+        "drafts are accepted where they should be rejected: the uniform number is compared with p / q the wrong way round.",
         EASY,
         "Accept if u < p / q, not if u > p / q.",
         Verifier(accepts=lambda step: step.uniforms() >= ratio(step)),
@@ -138,6 +153,16 @@ ACCEPTANCE = {
         EASY,
         "Count up to the first rejection: the cumulative product, not the sum.",
         Verifier(count=all_accepted),
+    ),
+    "rejected_draft_kept": Mistake(
+        "the first rejected draft is kept, and the recovered token comes after it: off by one in the accepted slice.",
+        "a reader of the course",
+        "If draft i is rejected, keep drafts[:i], and emit one token of row i.",
+        Verifier(
+            count=one_more,
+            recovered=lambda step, accepted: residual(step, accepted - 1),
+            bonus=after_one_more,
+        ),
     ),
     "uniform_without_logarithm": Mistake(
         "the uniform number is compared with log p - log q, without its logarithm.",

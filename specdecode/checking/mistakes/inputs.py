@@ -7,6 +7,7 @@ from specdecode.checking.models import softmax
 from specdecode.checking.subject import Ids
 from specdecode.checking.verifiers import (
     TOKENS,
+    Bools,
     Drafter,
     Floats,
     GumbelDrafter,
@@ -19,6 +20,7 @@ from specdecode.checking.verifiers import (
     last_row,
     log,
     pick,
+    ratio,
     residual,
 )
 
@@ -60,6 +62,26 @@ def shifted_target(step: Step) -> Step:
 
 def first_draft_row(step: Step) -> Step:
     return step._replace(draft=np.broadcast_to(step.draft[:, :1], step.draft.shape))
+
+
+def first_target_row(step: Step, rows: int | None = None) -> Step:
+    """Replace rows of the target by the first one: all, or all but the last ones."""
+    target = step.target.copy()
+    target[:, :rows] = target[:, :1]
+    return step._replace(target=target)
+
+
+def kept_while(step: Step, kept: Bools) -> Step:
+    """Leave out the first draft that is not to be kept, and all after it."""
+    return step._replace(given=np.minimum(step.given, np.cumprod(kept, axis=1).sum(axis=1)))
+
+
+def planned(step: Step) -> Step:
+    """Choose the length with the most expected tokens a cost, by this step's confidences."""
+    survival = np.cumprod(step.draft.max(axis=2), axis=1)
+    tokens = 1 + np.pad(survival.cumsum(axis=1), ((0, 0), (1, 0)))
+    cost = np.where(np.arange(step.num_drafts + 1) > 0, 1.47 + 0.03 * np.arange(step.num_drafts + 1), 1)
+    return step._replace(given=np.minimum(step.given, (tokens / cost).argmax(axis=1)))
 
 
 def previous_draft_row(step: Step) -> Step:
@@ -134,6 +156,16 @@ ROWS = {
         EASY,
         "Use row i of the draft for draft i.",
         Verifier(changes=first_draft_row),
+    ),
+    "first_target_row_for_all": Mistake(
+        "each draft is judged by the target's first row.",
+        "a reader of the course",
+        "Use row i of the target for draft i, and row K for the bonus token.",
+        Verifier(changes=first_target_row),
+        forms=(
+            Verifier(changes=lambda step: first_target_row(step, -1)),
+            Verifier(changes=lambda step: first_target_row(first_draft_row(step))),
+        ),
     ),
     "previous_draft_row": Mistake(
         "each draft is judged by the draft model's row before.",
@@ -254,6 +286,23 @@ DRAFTS = {
         "Decide before the draft is drawn, or verify it in any case.",
         TOKENS,
         Drafter(left_out=lambda probs, tokens: probs[np.arange(len(tokens)), tokens] < 0.2),
+    ),
+    "drafts_cut_before_an_unlikely_one": Mistake(
+        "the verifier leaves out an unlikely draft, and all after it (here: q(x) is below 0.2 or 0.33, or p(x) below q(x)).",
+        "confidence thresholds that are applied after drawing",
+        "Decide by anything that is known before the draft is drawn, or keep it and stop after it.",
+        Verifier(changes=lambda step: kept_while(step, step.of_drafts(step.draft) >= 0.2)),
+        forms=(
+            Verifier(changes=lambda step: kept_while(step, step.of_drafts(step.draft) >= 0.33)),
+            Verifier(changes=lambda step: kept_while(step, ratio(step) >= 1)),
+        ),
+    ),
+    "length_from_later_confidences": Mistake(
+        "the number of drafts depends on this step's later confidences (here: the largest q of each row), and those on the "
+        "drafts before.",
+        "planners that use this step's confidences",
+        "Let draft i depend on rows up to i alone: stop at the first length that does not pay, or fix the budget before.",
+        Verifier(changes=planned),
     ),
     "recovered_with_the_drafts_noise": Mistake(
         "the noise that drew the draft is used again for the recovered token.",

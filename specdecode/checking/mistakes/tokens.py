@@ -71,10 +71,30 @@ class AcceptedAlone(Verifier):
         return np.where(np.arange(token_ids.shape[1]) < last, token_ids, -1)
 
 
+@dataclass(frozen=True)
+class ReturnsNothing(Verifier):
+    """Verifies, and returns None."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Return None."""
+
+
+@dataclass(frozen=True)
+class Draws(Verifier):
+    """Draws with weights that are no probabilities."""
+
+    weights: tuple[float, float] = (np.nan, np.nan)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Raise, as NumPy does."""
+        return np.random.default_rng(0).choice(2, p=self.weights)
+
+
 RECOVERED = {
     "recovered_from_target": Mistake(
-        "after a rejection the recovered token is drawn from p, not from the residual. To accept another draft of the "
-        "same row by the same p / q comes to the same.",
+        "after a rejection the recovered token is drawn from p, not from the residual. Two rules come to the same: to "
+        "accept another draft of the row by the same p / q, and to cut the drafts after the decisions, before the first "
+        "rejected one, and draw a bonus token.",
         "several public reports, such as Spec-RL issue 14; TensorRT-LLM's trees at one time",
         "Draw it with weights max(0, p - q); judge a sibling in a tree by them, too.",
         Verifier(recovered=lambda step, accepted: step.row(step.target, accepted)),
@@ -180,6 +200,27 @@ RECOVERED = {
         AcceptedAlone(),
         signature=frozenset({"an error"}),
     ),
+    "no_return": Mistake(
+        "a function returns None.",
+        "a reader of the course",
+        "Return its result: look for a forgotten `return`, or for one branch without it.",
+        ReturnsNothing(),
+        signature=frozenset({"an error"}),
+    ),
+    "nan_probabilities": Mistake(
+        "a token is drawn with probabilities that are NaN.",
+        "a reader of the course",
+        "Look for a division by 0, such as a residual of 0, q = 0 or a temperature of 0, and for rows of -inf.",
+        Draws(),
+        signature=frozenset({"an error"}),
+    ),
+    "negative_probabilities": Mistake(
+        "a token is drawn with probabilities that are negative.",
+        "a reader of the course",
+        "Cut the residual at 0: max(0, p - q).",
+        Draws(weights=(-1.0, 2.0)),
+        signature=frozenset({"an error"}),
+    ),
     "minus_1_is_an_index": Mistake(
         "a draft id of -1, which means that there is no draft, is used as an index.",
         "vLLM pull request 46533",
@@ -216,6 +257,13 @@ BONUS = {
         Verifier(
             bonus=lambda step: step.row(step.draft if step.num_drafts else step.target, np.maximum(step.given - 1, 0))
         ),
+    ),
+    "last_token_argmax": Mistake(
+        "the token after the accepted drafts is an argmax, of the residual or of p.",
+        "a reader of the course",
+        "Draw it: after a rejection with weights max(0, p - q), after all drafts from p, row K.",
+        Verifier(emit=lambda step, weights, accepted: weights.argmax(axis=1)),
+        forms=(Verifier(emit=lambda step, weights, accepted: step.row(step.target, accepted).argmax(axis=1)),),
     ),
     "bonus_argmax": Mistake(
         "the bonus token is the argmax.",

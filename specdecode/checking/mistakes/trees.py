@@ -1,0 +1,292 @@
+"""A right verifier of trees in parts, and its mistakes.
+
+Read `TreeVerifier.__call__` first: at a node, try one child after the other by min(1, w / q) with weights w that begin as p
+and become the residual of w - q after each failure. Without q, a draft is a point mass, and the residual is w without it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specdecode.checking.mistakes.record import EASY, Mistake
+from specdecode.checking.models import point_mass, softmax
+from specdecode.checking.subject import Ids
+from specdecode.checking.trees import children, depths
+from specdecode.checking.verifiers import Floats, Logits, Use, hashed, pick
+
+TREE = (-1, 0, 0, 1, 1)
+
+
+class Node(NamedTuple):
+    """The node that each request has reached."""
+
+    target: Floats
+    """[n, V] p of the row that judges its children."""
+
+    draft: Floats
+    """[n, V] q of its children: 0 without draft logits."""
+
+    tried: Ids
+    """[n, V]: how often each token was tried."""
+
+
+def ratio(node: Node, weights: Floats, draft: Floats, token: Ids) -> Floats:
+    """Return w(x) / q(x) of a sibling x."""
+    rows = np.arange(len(token))
+    w, q = weights[rows, token], draft[rows, token]
+    return np.asarray(np.divide(w, q, out=np.zeros_like(w), where=q > 0))
+
+
+def ratio_of_row(node: Node, weights: Floats, draft: Floats, token: Ids) -> Floats:
+    """Return p(x) / q(x) of the whole row, also after other siblings failed."""
+    return ratio(node, node.target, draft, token)
+
+
+def residual(node: Node, weights: Floats, draft: Floats) -> Floats:
+    """Return norm(max(0, w - q)), or w if that is 0 everywhere."""
+    return normalised(np.maximum(0, weights - draft), weights)
+
+
+def normalised(weights: Floats, otherwise: Floats) -> Floats:
+    """Return weights divided by their sum; rows that are 0 everywhere are replaced."""
+    sums = weights.sum(axis=1, keepdims=True)
+    sums_used = np.where(sums > 0, sums, otherwise.sum(axis=1, keepdims=True))
+    return np.asarray(np.where(sums > 0, weights, otherwise) / sums_used)
+
+
+def running_sum(node: Node, weights: Floats, draft: Floats, token: Ids) -> Floats:
+    """Return the sum of p over the siblings that were tried and this one."""
+    tried = (node.tried * node.target).sum(axis=1)
+    return np.asarray(tried + node.target[np.arange(len(token)), token])
+
+
+def without_tried(node: Node, draft: Floats) -> Floats:
+    """Return q without the siblings that were tried, as if drawn without replacement."""
+    return normalised(np.where(node.tried > 0, 0, draft), draft)
+
+
+def by_draft(draft: Floats, tokens: Ids) -> Ids:
+    """Return the order of siblings, [n, width], by q; -1 is no sibling."""
+    keys = np.where(tokens >= 0, np.take_along_axis(draft, np.maximum(tokens, 0), axis=1), -1)
+    return np.asarray((-keys).argsort(axis=1, kind="stable"))
+
+
+@dataclass(frozen=True)
+class TreeVerifier:
+    """Multi-round rejection (Miao et al. 2024), and target-only verification where no q is given."""
+
+    row: Callable[[int, list[int]], int] = lambda node, parents: node
+    """The row that judges the children of a node."""
+
+    last_row: Callable[[int, list[int]], int] = lambda node, parents: node
+    """The row of the token after a node without children."""
+
+    accept: Callable[[Node, Floats, Floats, Ids], Floats] = ratio
+    update: Callable[[Node, Floats, Floats], Floats] = residual
+    q: Callable[[Node, Floats], Floats] = lambda node, draft: draft
+    """The distribution that the next sibling is judged by."""
+
+    final: Callable[[Node, Floats], Floats] = lambda node, weights: weights
+    """The weights of the token after all siblings failed."""
+
+    order: Callable[[Floats, Ids], Ids] | None = None
+    skip_equal: bool = True
+    """Whether a sibling equal to one that failed is skipped where no q is given."""
+
+    skip_drawn: bool = False
+    """Whether it is skipped where q is given."""
+
+    coin: Callable[[int], int] = lambda rank: rank
+    """The uniform number that each sibling is compared with."""
+
+    same_coin_last: bool = False
+    """Whether the number that rejected the last sibling draws the token, too."""
+
+    uses_q: bool = True
+
+    def __call__(
+        self,
+        target_logits: Logits,
+        token_ids: Ids,
+        parents: Ids,
+        *,
+        draft_logits: Logits | None = None,
+        temperature: float = 1.0,
+        seeds: Ids,
+        positions: Ids,
+    ) -> Ids:
+        """Return [n, depth + 1] ids."""
+        links = parents.tolist()
+        p = softmax(target_logits, temperature)
+        draft_logits = draft_logits if self.uses_q else None
+        q = np.zeros_like(p) if draft_logits is None else softmax(draft_logits, temperature)
+        below, rows, vocab = children(links), np.arange(len(p)), p.shape[2]
+        width = max(map(len, below))
+        table = np.array([each + [-1] * (width - len(each)) for each in below])
+        judging = np.array([self.row(node, links) for node in range(len(links))])
+        ending = np.array([self.last_row(node, links) for node in range(len(links))])
+        output = np.full((len(p), max(depths(links)) + 1), -1)
+        at, alive = np.zeros(len(p), dtype=np.int64), np.ones(len(p), dtype=bool)
+        for depth in range(output.shape[1]):
+            here = Node(p[rows, judging[at]], q[rows, at], np.zeros((len(p), vocab), dtype=np.int64))
+            weights, siblings = here.target, table[at]
+            if self.order is not None and draft_logits is not None:
+                tokens = np.where(siblings >= 0, token_ids[rows[:, None], siblings], -1)
+                siblings = np.take_along_axis(siblings, self.order(here.draft, tokens), axis=1)
+            accepted = np.full(len(p), -1)
+            coin = np.zeros(len(p))
+            for rank in range(width):
+                child = siblings[:, rank]
+                token = token_ids[rows, child]
+                trying = alive & (accepted < 0) & (child >= 0)
+                if self.skip_drawn if draft_logits is not None else self.skip_equal:
+                    trying &= here.tried[rows, token] == 0
+                draft = self.q(here, here.draft) if draft_logits is not None else point_mass(token, vocab)
+                coin = np.where(trying, hashed(seeds, positions, depth, Use.ACCEPT + 8 * self.coin(rank)), coin)
+                hit = trying & (coin < self.accept(here, weights, draft, token))
+                failed = trying & ~hit
+                weights = np.where(failed[:, None], self.update(here, weights, draft), weights)
+                here.tried[rows, token] += failed
+                accepted = np.where(hit, child, accepted)
+            leaf = (table[at, 0] < 0)[:, None]
+            weights = np.where(leaf, p[rows, ending[at]], self.final(here, weights))
+            fresh = hashed(seeds, positions, depth, Use.EMIT)
+            last = pick(weights, np.where(leaf[:, 0] | (not self.same_coin_last), fresh, coin))
+            emitted = np.where(accepted >= 0, token_ids[rows, accepted], last)
+            output[:, depth] = np.where(alive, emitted, -1)
+            alive, at = alive & (accepted >= 0), np.maximum(accepted, 0)
+        return output
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Draws the target's own token at each node, and follows the child that equals it."""
+
+    offset: Callable[[int, int], int] = lambda node, depth: depth
+    """The distance of a token's noise from the step's position."""
+
+    def __call__(
+        self,
+        target_logits: Logits,
+        token_ids: Ids,
+        parents: Ids,
+        *,
+        temperature: float = 1.0,
+        seeds: Ids,
+        positions: Ids,
+    ) -> Ids:
+        """Return [n, depth + 1] ids."""
+        depth, p = depths(parents.tolist()), softmax(target_logits, temperature)
+        rows, count = np.arange(len(p)), len(depth)
+        offsets = [self.offset(node, depth[node]) for node in range(count)]
+        own = np.stack(
+            [pick(p[:, node], hashed(seeds, positions + offsets[node], 0, Use.OWN)) for node in range(count)], axis=1
+        )
+        output = np.full((len(p), max(depth) + 1), -1)
+        at, alive = np.zeros(len(p), dtype=np.int64), np.ones(len(p), dtype=bool)
+        for step in range(output.shape[1]):
+            output[:, step] = np.where(alive, own[rows, at], -1)
+            equal = (parents == at[:, None]) & (token_ids == own[rows, at][:, None]) & (np.arange(count) > 0)
+            alive, at = alive & equal.any(axis=1), equal.argmax(axis=1)
+        return output
+
+
+REJECTION = TreeVerifier()
+TARGET_ONLY = TreeVerifier(accept=running_sum, coin=lambda rank: 0, uses_q=False)
+
+
+def of_trees(sentence: str, remedy: str, *verifiers: Any, source: str = EASY, signature: str = "") -> Mistake:
+    """Return a mistake in verifying trees."""
+    names = frozenset({signature} if signature else ())
+    return Mistake(f"tree: {sentence}", source, remedy, verifiers[0], forms=verifiers[1:], tree=TREE, signature=names)
+
+
+def of_both(**parts: Any) -> tuple[TreeVerifier, TreeVerifier]:
+    """Replace parts of rejection and of target-only verification."""
+    return replace(REJECTION, **parts), replace(TARGET_ONLY, **parts)
+
+
+def parent_of(node: int, parents: list[int]) -> int:
+    return max(0, parents[node])
+
+
+TREES = {
+    "tree_accepts_everything": of_trees(
+        "the first child of every node is accepted.",
+        "Compare a uniform number with p / q at every node.",
+        TreeVerifier(accept=lambda node, weights, draft, token: np.ones(len(token))),
+    ),
+    "tree_row_of_the_parent": of_trees(
+        "children are judged by the row of their grandparent.",
+        "The row of a node judges its children: row n follows node n.",
+        *of_both(row=parent_of),
+        *of_both(row=parent_of, last_row=parent_of),
+    ),
+    "tree_bonus_from_the_parents_row": of_trees(
+        "the token after a node without children comes from its parent's row.",
+        "Draw it from the row of the last accepted node.",
+        *of_both(last_row=parent_of),
+    ),
+    "tree_bonus_from_the_last_node": of_trees(
+        "the token after a node without children comes from the row of the last node.",
+        "Draw it from the row of the last accepted node.",
+        *of_both(last_row=lambda node, parents: len(parents) - 1),
+    ),
+    "tree_last_token_from_target": of_trees(
+        "after all siblings failed the token is drawn from p, not from the residual.",
+        "Draw it from what is left of p after the failed siblings.",
+        *of_both(final=lambda node, weights: node.target),
+    ),
+    "tree_siblings_by_the_whole_row": of_trees(
+        "each sibling is judged by p / q of the whole row, with one residual at the end or none.",
+        "After a failed sibling replace p by the residual; siblings that were not drawn are judged without q.",
+        TreeVerifier(accept=ratio_of_row, final=lambda node, weights: residual(node, node.target, node.draft)),
+        TreeVerifier(accept=ratio_of_row, final=lambda node, weights: node.target),
+        source="TensorRT-LLM pull request 12588",
+    ),
+    "tree_siblings_in_the_order_of_q": of_trees(
+        "drawn siblings are tried in the order of q, not as they were drawn.",
+        "Try them in an order that does not depend on their tokens.",
+        TreeVerifier(order=by_draft),
+    ),
+    "tree_equal_siblings_counted_twice": of_trees(
+        "a running sum of p counts an equal sibling again.",
+        "Skip a sibling whose token has failed already.",
+        replace(TARGET_ONLY, skip_equal=False),
+        source="SGLang's tree_speculative_sampling_target_only",
+    ),
+    "tree_equal_siblings_skipped": of_trees(
+        "a drawn sibling that equals a failed one is skipped.",
+        "Judge it by the residual, and update that again: it was drawn, too.",
+        TreeVerifier(skip_drawn=True),
+    ),
+    "tree_judged_as_without_replacement": of_trees(
+        "siblings are drawn independently, and judged as if drawn without replacement.",
+        "Leave the failed siblings in q.",
+        TreeVerifier(q=without_tried),
+    ),
+    "tree_one_uniform_for_siblings": of_trees(
+        "one uniform number decides about all siblings of a node.",
+        "Draw a number for each sibling, or compare one with the running sum of p.",
+        *(replace(each, accept=ratio, coin=lambda rank: 0) for each in (REJECTION, TARGET_ONLY)),
+    ),
+    "tree_coin_used_again": of_trees(
+        "the number that rejected the siblings draws the token after them.",
+        "Use a number of its own for each decision.",
+        replace(TARGET_ONLY, same_coin_last=True),
+    ),
+    "tree_noise_by_node": of_trees(
+        "the noise of a token belongs to its node, not to its depth, so a later step has it again.",
+        "The position of a node's token is that of the step plus the node's depth.",
+        Walk(offset=lambda node, depth: node),
+        signature="depths",
+    ),
+    "tree_leaves_the_path": of_trees(
+        "the accepted tokens are no path of the tree: each must be a child of the one before.",
+        "Go on with the children of the accepted node, and return one token after the path.",
+        lambda target_logits, token_ids, parents: token_ids[:, : max(depths(parents.tolist())) + 1] * 0,
+        signature="an error",
+    ),
+}
