@@ -37,7 +37,7 @@ def point_mass(tokens: Ids, vocab_size: int) -> Floats:
 
 
 class How(NamedTuple):
-    """How a case calls the verifier."""
+    """The way in which a case calls the verifier."""
 
     drafts: str = "drawn"
     """"drawn" from the draft model, "argmax" of it, or "ragged": drawn, each request with a number of its own. Of a tree

@@ -1,8 +1,8 @@
 """Every known mistake is seen and named first, and right verifiers are not accused: `python -m tests.tools.check_suspects`.
 
 Options: --seeds 10, --requests 200000, --part right, listed or readers, and mistakes by their names. The table has, for each
-mistake, how often it was seen, how often it was named first, what was named first otherwise, and CPU seconds. Right ones
-run five times as often, those of trees twice. Mistakes of readers run with the 20,000 requests of the course.
+mistake, the number of runs that saw it, that named it first, the other names given first, and CPU seconds. Right verifiers
+run five times as often, right verifiers of trees twice. Mistakes of readers run with the 20,000 requests of the course.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def judge_right(name: str, times: int, verifier, drafter, arguments: dict, optio
 
 
 def judge(title: str, name: str, verifiers, arguments: dict, seeds: int) -> int:
-    """Return in how many runs it was not seen, or not named first; `verifiers(seed)` is checked."""
+    """Return the number of runs in which it was not seen, or not named first; `verifiers(seed)` is checked."""
     seen, first, others, started = 0, 0, Counter(), time.process_time()
     for seed in range(seeds):
         report = check(verifiers(seed), **arguments, seed=seed, progress=False)

@@ -18,7 +18,7 @@ from specdecode.integrations.transformers.models import CachedModel
 from specdecode.sampler import Method
 
 ROUNDS = 4
-"""How often each call is timed; the shortest time counts, because other programs only add to it."""
+"""The number of times that each call is timed. The shortest time counts, because other programs only add to it."""
 
 CLOCK = time.perf_counter
 """Seconds."""
