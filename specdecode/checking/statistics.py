@@ -137,7 +137,7 @@ def least_expected(mean: float, size: int, error: float = 1e-3) -> float:
     """Return the smallest expectation of numbers in [0, 1] with `mean_above(mean, expectation, size)` of at least `error`.
 
     >>> round(least_expected(0.6, 1000), 4)
-    0.5408
+    0.5417
     """
     low, high = 0.0, mean
     for _ in range(50):

@@ -127,7 +127,7 @@ def test_greedy_requests_compute_no_softmax(case, monkeypatch):
         return read(models, samplings)
 
     arguments = arguments_of(case) | {"logprobs": None, "top_logprobs": None}  # raw log-probabilities need a softmax
-    for room in ("strict", "probabilistic", "residual", "block", "report"):
+    for room in ("strict", "probabilistic", "residual", "block", "top_logprobs"):
         monkeypatch.setattr(f"specdecode.eager.{room}.read", counted)
     run(case, arguments | {"temperature": 0.0, "draft_sampling": None})
     assert softmaxes == []

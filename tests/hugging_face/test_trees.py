@@ -271,7 +271,7 @@ REFUSED = {
     r"tree: expected a tuple of widths, .* got \(\)": {"tree": ()},
     "target: expected a model that can read a tree .* got BloomForCausalLM": {"target": bloom},
     "target: expected a model that can read a tree .* got FalconForCausalLM": {"target": falcon},
-    "draft: expected an attention window of at least 22 tokens, .* with 4": {"draft": mistral},
+    "draft: expected an attention window of at least 18 tokens, .* with 4": {"draft": mistral},
     "draft: expected attn_implementation 'sdpa' or 'eager', .* got LlamaForCausalLM with 'flash_attention_2'": {
         "draft": lambda: with_attention("flash_attention_2")
     },
