@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
     """The distance of the closest decision of the step from the opposite decision, in nats."""
 
     invalid: bool = False
-    """Whether a target row that decided a token had no finite logit and no `+inf`."""
+    """Whether the target row of an emitted token had no finite logit and no `+inf`."""
 
     @property
     def num_accepted(self) -> int:
@@ -266,7 +266,7 @@ def verify(
     Args:
         method: "strict", "probabilistic", "block" or "synthetic".
         target_logits: [num_draft_tokens + 1, vocab] raw logits.
-        draft_token_ids: [num_draft_tokens] ids; the first -1 ends them.
+        draft_token_ids: [num_draft_tokens] ids; the first id outside the vocabulary, such as -1, ends them.
         draft_logits: [num_draft_tokens, vocab] raw logits that the drafts were drawn from; None for a deterministic drafter.
         temperature: 0 is greedy.
         top_k: see [`truncation`][reference.truncation].
@@ -321,7 +321,7 @@ class TreeOutcome(NamedTuple):
     """The distance of the closest decision of the step from the opposite decision, in nats."""
 
     invalid: bool = False
-    """Whether a target row that decided a token had no finite logit and no `+inf`."""
+    """Whether the target row of an emitted token had no finite logit and no `+inf`."""
 
     @property
     def num_accepted(self) -> int:
@@ -370,7 +370,7 @@ def verify_tree(
 ) -> TreeOutcome:
     """Verify one request's tree of drafts by the walk, see [`tree`][reference.tree].
 
-    Log-probabilities are defined as in [`sampling`][reference.sampling], for the rows of node 0 and of the accepted nodes.
+    [`sampling`][reference.sampling] has log-probabilities, for the rows of node 0 and of the accepted nodes.
 
     Args:
         target_logits: [nodes, vocab] raw logits; row n is the row after node n.

@@ -17,9 +17,9 @@ In the same way the other two words give c2 and c1. There is no proof that the w
 independent, but the generator passes the tests of BigCrush with 7 rounds already, and 10 are used.
 
 Here the key is a request's 64-bit seed, and the counter identifies the use of a number: (index, position low word,
-position high word, domain). The index is a block id or a token id; for the accept decisions of block verification it is
-the draft's offset in the step. The position is the absolute position of the token in its sequence. So a request's tokens
-cannot depend on its batch, its slot or its neighbours.
+position high word, domain). The index is a block id or a token id; for accept decisions it is the draft's offset in the
+step with block verification, 0 with the others. The position is the absolute position of the token in its sequence. So a
+request's tokens cannot depend on its batch, its slot or its neighbours.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), and its library
 Random123. Left out: streams, skipping ahead, other widths.

@@ -8,7 +8,7 @@ tokens that the rules before it have kept:
 3. top_p: keep v iff the mass (sum of probabilities) before it is less than top_p times the whole mass. So the token that
    reaches top_p is kept, and the mass kept is at least that share.
 
-At least one token is kept. p', the truncated distribution, is p over the kept tokens, normalised.
+With `top_p` > 0 at least one token is kept. p', the truncated distribution, is p over the kept tokens, normalised.
 
 Each rule keeps the first tokens of the order. So one token defines the kept set of a row: the *cutoff*, the last kept
 token.

@@ -19,18 +19,19 @@ class DraftPlanner:
     """Learn how often drafts are accepted at each position, and plan the lengths of the next step.
 
     The plan comes from past steps alone, so the output stays exact with every method. Neither `update` nor `plan` waits for
-    the device, and both can be captured in a CUDA graph once the planner is on it.
+    the device, and both can be captured in a CUDA graph once the planner is on the GPU.
 
     The rate of position i is the number of drafts accepted there divided by the number judged there, drafts whose
-    predecessors were accepted. All counts are multiplied by `decay` in each step, so that old steps are forgotten. One draft
-    is added to each position, with the rate of all positions before it, and 1 at the first: long drafts are tried at first,
-    and again some time after the last one. In a group one draft with the rate of all groups is added to each position.
+    predecessors were accepted. All counts are multiplied by `decay` in each step, so that old steps are forgotten. Each
+    position also counts one imaginary draft, with the rate of all earlier positions and one accepted draft together, so
+    1 at first. Counts fade and this draft does not: long drafts are tried first, and tried again after some time. In a
+    group one draft with the rate of all groups is added to each position.
 
     Args:
         num_draft_tokens: K, the most draft tokens of a request, at least 1.
         cost: cost[t] > 0 is the time of a target call of t tokens (one per request and one per draft), in any unit: numbers,
-            or a float tensor. No planned call has more than len(cost) - 1 tokens. cost[0] is not used. Counts and plans are
-            on the device of a tensor; with numbers on the CPU, and from the first update on where its output is.
+            or a float tensor. No planned call has more than len(cost) - 1 tokens. cost[0] is not used. With a tensor,
+            counts and plans are on its device; with numbers on the CPU, until the first update moves them to its output's.
         decay: the weight of a step relative to the next one, above 0 and at most 1.
         num_groups: groups of requests with rates of their own. Plan by `specdecode.plan(planner.acceptance[groups], cost)`.
 
@@ -81,7 +82,7 @@ class DraftPlanner:
             ValueError: `output` holds more draft tokens than `num_draft_tokens`; an argument of another shape or device.
         """
         if not isinstance(output, SamplerOutput | TreeOutput):
-            raise TypeError(f"output: expected a SamplerOutput, got {type(output).__name__}")
+            raise TypeError(f"output: expected a SamplerOutput or TreeOutput, got {type(output).__name__}")
         width, most = output.token_ids.shape[1] - 1, self.num_draft_tokens
         if width > most:
             raise ValueError(f"output: expected at most num_draft_tokens = {most} drafts per request, got {width}")

@@ -10,5 +10,5 @@ WHY = "calls of specdecode break the graph: compile without fullgraph=True"
 
 @torch.compiler.disable(reason=WHY)  # type: ignore[untyped-decorator, no-untyped-call]
 def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function that torch.compile does not compile."""
+    """Call a function without compiling it."""
     return function(*args, **kwargs)

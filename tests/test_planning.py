@@ -442,7 +442,11 @@ HALF = torch.full((2, 3), 0.5)
         (lambda: DraftPlanner(3, COST).plan(0), ValueError, "^num_requests: "),
         (lambda: DraftPlanner(3, COST).plan(200), ValueError, "^num_requests: expected at most 199"),
         (lambda: DraftPlanner(3, COST).plan(2, budget=-1), ValueError, "^budget: "),
-        (lambda: DraftPlanner(3, COST).update(HALF), TypeError, "^output: expected a SamplerOutput, got Tensor"),
+        (
+            lambda: DraftPlanner(3, COST).update(HALF),
+            TypeError,
+            "^output: expected a SamplerOutput or TreeOutput, got Tensor",
+        ),
     ],
 )
 def test_errors_name_the_argument(call, kind, message):

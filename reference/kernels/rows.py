@@ -26,7 +26,7 @@ def load_block(row_ptr, block, vocab_size):
 def log_sum(log_weights):
     """Return log(sum(exp(log_weights))) of a vector, -1e30 if all weights are 0.
 
-    The largest term is factored out, so nothing overflows, and the remaining sum is at least 1.
+    The largest term is factored out, so nothing overflows, and the remaining sum is at least 1, unless all weights are 0.
     """
     largest = tl.maximum(tl.max(log_weights, 0), NOTHING)
     return largest + tl.log(tl.maximum(tl.sum(tl.exp(log_weights - largest), 0), 1e-30))

@@ -32,7 +32,7 @@ def noise_at(context, requests, sizes):
 
 @triton.jit
 def first_largest(scores):
-    """Return the first index of the largest score; no score is negative, at least one is positive."""
+    """Return the first index of the largest score. Negative scores are in no order, but below all others."""
     bits = scores.to(tl.int32, bitcast=True)  # in the same order, and compared faster
     count: tl.constexpr = scores.shape[0]
     return tl.min(tl.where(bits == tl.max(bits, 0), tl.arange(0, count), count), 0)

@@ -2,8 +2,9 @@
 
     lag of token v in block b  =  log S_best - log S_b + log s_first - log s_v,     S_b = W_b / E(b),  s_v = w(v) / E'(v)
 
-S and s are the scores by which `selection` draws one token, the token with lag 0. The siblings are the `WIDTH` tokens with
-the smallest lags. They lie in the `WIDTH` best blocks, since the first token of a block has the lag of its block.
+S and s are the scores by which `selection` draws one token, the token with lag 0; S_best is the largest S, and s_first the
+largest s of block b. The siblings are the `WIDTH` tokens with the smallest lags. They lie in the `WIDTH` best blocks, since
+the best token of a block has the lag of its block. Logarithms here have base 2.
 
 A program has one row. It reads the row's statistics, 8 bytes for each block of 1,024, and `WIDTH` blocks of logits again.
 Siblings of a greedy request are the tokens with the largest logits.
@@ -34,7 +35,7 @@ def best_blocks(scores, WIDTH: tl.constexpr, RANKS: tl.constexpr):
         score, block = tl.max(scores, 0), first_largest(scores)
         lag = tl.where(score > 0, tl.log2(best / tl.where(score > 0, score, 1.0)), INFINITY)
         blocks, lags = tl.where(ranks == rank, block, blocks), tl.where(ranks == rank, lag, lags)
-        scores = tl.where(indices == block, -1.0, scores)
+        scores = tl.where(indices == block, -1.0, scores)  # if none is positive any more, lags are infinite
     return blocks, lags
 
 

@@ -2,8 +2,8 @@
 
     y = argmax log p(v) + G(v), drawn in two levels as in `selection`        the draft x is accepted iff x = y
 
-So the token after a rejection is y, drawn before the decision. A decision reads a row's statistics, 8 bytes for each
-block of 1,024, and at most one block again, 2 KB of bfloat16.
+So the token after a rejection is y. A decision reads a row's statistics, 8 bytes for each block of 1,024, and again one
+block, 2 KB of bfloat16; two in the rare case that the block guessed first is not the selected one.
 """
 
 import triton
@@ -18,7 +18,10 @@ from specdecode.kernels.synthetic import is_scheduled
 
 @triton.jit
 def decide_while_reading(context, noise, inputs, workspace, sizes):
-    """Return (is the draft y, the row's normalizer, the draft); y itself is drawn only if its block is the draft's."""
+    """Return (is the draft accepted, the row's normalizer, the draft).
+
+    Without a schedule, a draft outside the selected block is rejected without drawing y.
+    """
     row, p = target_distribution(context, inputs, workspace, sizes)
     if inputs.drafts.rates_ptr is not None:
         accepted = is_scheduled(context, noise.uniform, inputs.drafts)

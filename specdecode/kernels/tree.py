@@ -1,7 +1,8 @@
 """Trees on a GPU: the walk of `eager.tree`, with three small kernels in addition to the steps that draw tokens.
 
 In rounds, each request reads only the row of its current node: a `strict` step of one row per request, then a launch that
-moves to the child. Small trees are read at once, in one step, and one launch walks: fewer launches, more bytes.
+moves to the child. Small batches of trees are read at once, in one step, and one launch walks: fewer launches, more
+bytes.
 """
 
 import functools
@@ -18,15 +19,15 @@ from specdecode.kernels.call import verify
 from specdecode.kernels.launch import compile_ahead
 
 LOGITS_A_ROUND = {"whole": 16_000_000, "narrow": 30_000_000, "wide": 110_000_000}
-"""All rows are read at once if they have at most this many logits for each saved round, by the kind of rows.
+"""The most logits of a call's rows for each saved round, by the kind of rows, for which all rows are read at once.
 
 With only top-p, rows may be wide: a round then waits for the row with the longest search.
 """
 
-BLOCK = 256  # nodes that one iteration searches for a child
+BLOCK = 256  # nodes that one iteration searches for a child; more of them take four warps
 
 
-SIZES = ["num_rows", "num_slots", "num_nodes", "vocab_size", "max_depth", "most", "tree_stride", "id_stride"]
+SIZES = ["num_rows", "num_slots", "num_nodes", "vocab_size", "max_depth", "most_drafts", "parents_stride", "id_stride"]
 SIZES += ["depth", "first_seed"]
 POINTERS = ["row_starts_ptr", "slots_ptr", "parents_ptr", "ids_ptr", "emitted_ptr", "is_invalid_ptr"]  # aligned or not
 POINTERS += ["seeds_ptr", "positions_ptr"]
@@ -34,10 +35,10 @@ POINTERS += ["seeds_ptr", "positions_ptr"]
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
 def start_kernel(
-    row_starts_ptr, slots_ptr, parents_ptr, tree_stride, ids_ptr, id_stride, seeds_ptr, first_seed, positions_ptr,
+    row_starts_ptr, slots_ptr, parents_ptr, parents_stride, ids_ptr, id_stride, seeds_ptr, first_seed, positions_ptr,
     links_ptr, row_ptr, position_ptr, slot_ptr, seed_ptr, token_ids_ptr, nodes_ptr, num_accepted_ptr, num_drafts_ptr,
-    invalid_ptr, num_rows, num_slots, num_nodes, vocab_size, max_depth, most, NODES: tl.constexpr, DEPTHS: tl.constexpr,
-    SEEDS_BY_REQUEST: tl.constexpr, BY_NODE: tl.constexpr,
+    invalid_ptr, num_rows, num_slots, num_nodes, vocab_size, max_depth, most_drafts, NODES: tl.constexpr,
+    DEPTHS: tl.constexpr, SEEDS_BY_REQUEST: tl.constexpr, BY_NODE: tl.constexpr,
 ):  # fmt: skip
     """Start the walk of one request: its links, empty results, and the row to read, or the rows of all nodes."""
     request, nodes, depths = tl.program_id(0).to(tl.int64), tl.arange(0, NODES), tl.arange(0, DEPTHS)
@@ -49,14 +50,14 @@ def start_kernel(
         has_rows &= (slot >= 0) & (slot < num_slots)
     last = tl.where(has_rows, end - first - 1, -1)
     inside = nodes < num_nodes
-    parents = tl.load(parents_ptr + request * tree_stride + nodes, mask=inside, other=-1).to(tl.int64)
+    parents = tl.load(parents_ptr + request * parents_stride + nodes, mask=inside, other=-1).to(tl.int64)
     ids = tl.load(ids_ptr + request * id_stride + nodes, mask=inside, other=-1).to(tl.int64)
     is_node = (nodes > 0) & (nodes <= last) & (ids >= 0) & (ids < vocab_size) & (parents >= 0) & (parents <= last)
     links_ptr += request * num_nodes
     links = tl.where(is_node, parents, -1).to(tl.int32)
     tl.store(links_ptr + nodes, links, mask=inside)
     reached, depth = tl.where(inside, nodes, -1), tl.zeros([NODES], tl.int32)
-    for _ in range(most):
+    for _ in range(most_drafts):
         moves = reached > 0
         reached = tl.where(moves, tl.gather(links, tl.maximum(reached, 0), 0), reached)
         depth += moves.to(tl.int32)
@@ -116,7 +117,7 @@ def advance_kernel(
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
 def walk_kernel(
     emitted_ptr, is_invalid_ptr, links_ptr, ids_ptr, id_stride, token_ids_ptr, nodes_ptr, num_accepted_ptr, invalid_ptr,
-    num_nodes, max_depth, most, NODES: tl.constexpr, DEPTHS: tl.constexpr,
+    num_nodes, max_depth, most_drafts, NODES: tl.constexpr, DEPTHS: tl.constexpr,
 ):  # fmt: skip
     """Walk one request to the end, given the tokens drawn at all its nodes."""
     request, nodes, depths = tl.program_id(0).to(tl.int64), tl.arange(0, NODES), tl.arange(0, DEPTHS)
@@ -125,10 +126,10 @@ def walk_kernel(
     links = tl.load(links_ptr + request * num_nodes + nodes, mask=inside, other=-1)
     ids = tl.load(ids_ptr + request * id_stride + nodes, mask=inside, other=-1).to(tl.int64)
     drawn = tl.load(emitted_ptr + nodes, mask=inside, other=-1)
-    is_right = (links >= 0) & (ids == tl.gather(drawn, tl.maximum(links, 0), 0))  # the token drawn at its parent
+    is_drawn = (links >= 0) & (ids == tl.gather(drawn, tl.maximum(links, 0), 0))  # the token drawn at its parent
     path, node = tl.where(depths == 0, 0, -1), 0
-    for depth in range(1, most + 1):
-        child = tl.min(tl.where(is_right & (links == node), nodes, NODES), 0)
+    for depth in range(1, most_drafts + 1):
+        child = tl.min(tl.where(is_drawn & (links == node), nodes, NODES), 0)
         node = tl.where(child < NODES, child, -1)
         path = tl.where(depths == depth, node, path)
     is_walked = path >= 0
@@ -150,7 +151,7 @@ class Nodes(NamedTuple):
 
 
 def start(batch: TreeBatch, by_node: bool = False) -> tuple[Walk, Nodes | None]:
-    """Return the walk at node 0; and, with `by_node`, the rows of all nodes."""
+    """Return the walk at node 0, with int32 links; with `by_node` also the rows of all nodes, which are its `row`, too."""
     requests, num_nodes = batch.token_ids.shape
     new, device = torch.empty, batch.token_ids.device
     packing, target, seeds = batch.packing, batch.rows.target_logits, batch.rows.seeds
@@ -204,8 +205,8 @@ def walk_all(batch: TreeBatch, walk: Walk, output: SamplerOutput) -> None:
         )  # fmt: skip
 
 
-def depends_on_path(batch: TreeBatch) -> bool:
-    """Return whether a row's results or adjustments depend on the path, so that rows must be read in rounds."""
+def needs_rounds(batch: TreeBatch) -> bool:
+    """Return whether rows must be read in rounds: penalties depend on the path, and only rounds collect lists."""
     rows = batch.rows
     has_lists = rows.logprobs is not None or rows.has_lists
     return has_lists or (rows.adjustments is not None and rows.adjustments.penalizes)
@@ -217,7 +218,7 @@ def reads_all_at_once(batch: TreeBatch) -> bool:
     if truncation is not None:
         kind = "wide" if truncation.top_k is None and truncation.min_p is None else "narrow"
     num_logits = batch.token_ids.numel() * batch.rows.target_logits.shape[1]
-    return not depends_on_path(batch) and num_logits <= LOGITS_A_ROUND[kind] * (batch.num_rounds - 1)
+    return not needs_rounds(batch) and num_logits <= LOGITS_A_ROUND[kind] * (batch.num_rounds - 1)
 
 
 def all_nodes(batch: TreeBatch, nodes: Nodes) -> VerificationBatch:
@@ -230,7 +231,7 @@ def all_nodes(batch: TreeBatch, nodes: Nodes) -> VerificationBatch:
 
 
 def with_contiguous_values(batch: TreeBatch) -> TreeBatch:
-    """Return the batch with contiguous tensors of nodes and requests, as these kernels load them."""
+    """Return the batch as these kernels load it: unit stride along nodes, contiguous tensors of requests."""
     rows, packing = batch.rows, batch.packing
     ids, parents = (each if each.stride(-1) == 1 else each.contiguous() for each in (batch.token_ids, batch.parents))
     slots = None if packing.slots is None else packing.slots.contiguous()
@@ -260,6 +261,6 @@ def verify_tree(batch: TreeBatch) -> TreeOutput:
 def warm_up_tree(batch: TreeBatch) -> None:
     """Compile the kernels for trees with this number of nodes and arguments like these, for any number of requests."""
     batch = with_contiguous_values(batch)
-    ways = (False,) if depends_on_path(batch) else (False, True)
+    ways = (False,) if needs_rounds(batch) else (False, True)
     with torch.cuda.device_of(batch.token_ids):
         compile_ahead([functools.partial(walked, batch, way, many) for way in ways for many in (False, True)])
