@@ -222,6 +222,20 @@ def pairs(name: str, what: str, tokens: Counts, vocab_size: int) -> Finding:
     return Finding(name, fit.p_value, True, what, f"equal in {(one == two).mean():.1%}, expected {expected:.1%}", fit)
 
 
+def next_tokens(name: str, outcomes: Counts, following: Counts, vocab_size: int) -> Finding:
+    """The first token of the next step must not depend on a step's outcome: its accepted drafts and its last token."""
+    groups = min(vocab_size, MOST_GROUPS)
+    rows = outcomes // vocab_size * groups + outcomes % vocab_size % groups
+    table = np.zeros((int(rows.max()) + 1, groups), dtype=np.int64)
+    np.add.at(table, (rows, following % groups), 1)
+    totals, shares = table.sum(axis=1), table.sum(axis=0) / len(rows)
+    row, token = divmod(farthest(table.ravel(), np.outer(totals / len(rows), shares).ravel()), groups)
+    seen = f"after {row // groups} accepted drafts and token {row % groups}, the next step begins with token {token}: "
+    what = "a step's last token and the first of the next step are independent"
+    fit = independence(table[totals > 0])
+    return Finding(name, fit.p_value, True, what, seen + said(table[row, token], int(totals[row]), shares[token]), fit)
+
+
 def difference(counts: Counts, expected: Floats) -> str:
     """Describe the total variation of counts."""
     estimate, exact = distance(counts[None], expected[None])

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.special import chdtrc, chdtri
 
 from specdecode.checking import greedy
-from specdecode.checking.cases import GREEDY, HISTORY, INDEPENDENCE, Case
+from specdecode.checking.cases import GREEDY, HISTORY, IN_A_CALL, INDEPENDENCE, LAST, STEPS, Case
 from specdecode.checking.mistakes import MISTAKES
 from specdecode.checking.models import Models
 from specdecode.checking.runs import Outcome, run
@@ -42,8 +42,10 @@ def by_signature(asked: set[str], failed: set[str]) -> list[str]:
     """
     if failed & set(INDEPENDENCE):
         asked, failed = asked & set(INDEPENDENCE), failed & set(INDEPENDENCE)
-    if "requests of a call" in failed:
-        asked = failed = {"requests of a call"}  # the others take for granted what failed
+    if IN_A_CALL in failed:
+        asked = failed = {IN_A_CALL}  # the others take for granted what failed
+    if STEPS in failed:
+        asked, failed = asked - {LAST}, failed - {LAST}  # numbers that all come again show there, too
     return [name for name, mistake in MISTAKES.items() if mistake.signature and mistake.signature & asked == failed]
 
 
