@@ -13,10 +13,10 @@ from specdecode.checking.findings import Finding, findings, loss, next_tokens, p
 from specdecode.checking.notes import (
     drafts_fit,
     few_requests,
+    left_out,
     note_drafts,
     note_impossible_drafts,
     note_seeds,
-    unlikely_left_out,
 )
 from specdecode.checking.report import Check, Report
 from specdecode.checking.settings import Answers, Progress, Settings
@@ -95,7 +95,8 @@ def check(
     tests = sum(each.p_value is not None for each in answers.findings)
     threshold = FALSE_ALARM / max(1, tests)
     checks = [
-        Check(each.name, each.verdict(threshold), each.p_value, each.detail(threshold)) for each in answers.findings
+        Check(each.name, each.verdict(threshold), each.p_value, each.detail(threshold), each.answered)
+        for each in answers.findings
     ]
     suspects, notes, nan = [], answers.all_notes(), ""
     if all(each.passed for each in checks):
@@ -140,16 +141,15 @@ def suspects_of(subject: Subject, settings: Settings, answers: Answers, checks: 
     names = {each.name for each in failed}
     if names == {cases.GREEDY}:
         return shown if answers.greedy is None else by_greedy(subject, *answers.greedy)
-    known = by_signature({each.name for each in checks}, names)
+    known = by_signature({each.name for each in checks}, names, subject.tree)
     differ = any(each.p_value is not None for each in failed)
     if known or names & set(cases.INDEPENDENCE) or not differ:
         return [*known, *shown]  # where requests are not independent, their distribution tells nothing
     main = answers.outcomes.get(HISTORY.name)
-    if subject.draft is not None and main is not None and unlikely_left_out(settings.models(settings.cases[0]), main):
-        shown = ["drafts_left_out", *shown]
+    if subject.draft is not None and main is not None and left_out(settings.models(settings.cases[0]), main):
+        return ["drafts_left_out", *shown]
     cases_failed = {case.name for case in settings.cases if any(asks(each, case.name) for each in names)}
-    fitting = by_distribution(subject, settings, answers.outcomes, cases_failed)
-    return list(dict.fromkeys([*fitting, *shown]))
+    return [*by_distribution(subject, settings, answers.outcomes, cases_failed), *shown]
 
 
 def check_settings(settings: Settings, only: str | None) -> None:
@@ -254,7 +254,7 @@ def ask_greedy(subject: Subject, settings: Settings, answers: Answers, shown: Pr
         answers.fail(cases.GREEDY, error, may_refuse=True)
         return
     answers.greedy = arguments, tokens
-    answers.findings.append(greedy.compared(arguments, tokens))
+    answers.findings.append(greedy.compared(subject, arguments, tokens))
 
 
 def ask_calls(subject: Subject, settings: Settings, answers: Answers, shown: Progress) -> None:

@@ -56,6 +56,11 @@ class Finding(NamedTuple):
         """Return whether it passes."""
         return self.passed if self.p_value is None else self.p_value >= threshold
 
+    @property
+    def answered(self) -> bool:
+        """Whether there were enough requests for a test; a certain outcome needs none."""
+        return self.fit is None or self.fit.degrees > 0 or self.certain or self.fit.impossible > 0
+
     def detail(self, threshold: float) -> str:
         """Say what was compared, and how small an error would have been seen, or what was."""
         if not self.verdict(threshold):
@@ -63,7 +68,7 @@ class Finding(NamedTuple):
         if self.fit is None:
             return self.what + self.within
         if not self.fit.degrees:
-            return self.what + ("" if self.certain else "; too few requests to tell")
+            return self.what + ("" if self.certain else ": not tested, too few requests")
         return f"{self.what}; sees a total variation of {detectable(self.fit.degrees, self.fit.size, threshold):.3f}"
 
 
@@ -104,7 +109,7 @@ def joint(case: Case, models: Models, outcome: Outcome) -> Finding:
     if len(expected) == vocab**length:
         index = farthest(counts, expected)
         text = [int(index // vocab**i % vocab) for i in reversed(range(length))]
-        seen = f"tokens {text}: {said(counts[index], counts.sum(), expected[index])}"
+        seen = f"tokens {text}: {said(counts[index], counts.sum(), expected[index])}{rows_of(models, text)}"
     seen = "; ".join(filter(None, (difference(counts, expected), seen)))
     return Finding(name_of(case, "joint"), fit.p_value, True, what, seen, fit, certain=certain)
 
@@ -127,6 +132,9 @@ def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
     )
     seen = f"after {text_of(models, state, place)}, token {value}: "
     seen += said(counts[state, value], int(totals[state, 0]), expected[state, value])
+    seen += "\nits row: p = " + shown_row(expected[state])
+    if place < models.num_draft_tokens:
+        seen += ", q = " + shown_row(models.draft_probs[place][state])
     statistic = "first token" if place == 0 else f"token {place + 1}"
     what = (
         "the first token alone" if place == 0 else f"token {place + 1}, after {place} accepted draft{'s' * (place > 1)}"
@@ -170,6 +178,21 @@ def loss(case: Case, models: Models, outcome: Outcome, allow: float) -> tuple[Fi
         by_tokens = models.most_accepted(models.draft_probs)
         what += f", token verification {by_tokens[0]:.3f}" if by_tokens else ""
     return Finding(case.name, p_value, True, what, f"more than {allow:g} is certain"), (low, estimate, high)
+
+
+def rows_of(models: Models, text: list[int]) -> str:
+    """Write the rows of p and q before each token of a text."""
+    state, target, draft = 0, [], []
+    for i, token in enumerate(text):
+        target.append(shown_row(models.target_probs[i][state]))
+        draft += [shown_row(rows[state]) for rows in models.draft_probs[i : i + 1]]
+        state = int(models.following[i][state, token])
+    return f"\nits rows: p = {', '.join(target)}\n          q = {', '.join(draft)}"
+
+
+def shown_row(row: Floats) -> str:
+    """Write probabilities to three digits, those of the first tokens."""
+    return f"[{' '.join(f'{each:.3f}' for each in row[:MOST_GROUPS])}{' ...' * (len(row) > MOST_GROUPS)}]"
 
 
 def text_of(models: Models, state: int, length: int) -> str:

@@ -42,6 +42,11 @@ class Outcome(NamedTuple):
     def accepted(self) -> Ids:
         return np.asarray((self.tokens != -1).sum(axis=1) - 1)
 
+    def any_impossible(self, models: Models) -> bool:
+        """Return whether a token was emitted whose probability is 0."""
+        probs = [rows[self.states[:, i], self.tokens[:, i]] for i, rows in enumerate(models.target_probs)]
+        return bool(((np.stack(probs, axis=1) == 0) & (self.tokens != -1)).any())
+
 
 def draft(
     subject: Subject, models: Models, how: How, seeds: Ids, positions: Ids, random: np.random.Generator

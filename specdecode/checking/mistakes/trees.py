@@ -280,7 +280,9 @@ TREES = {
     "tree_target_drawn_again": of_trees(
         "the target's token is drawn again for each sibling that it is compared with, and again at the end.",
         "Draw one token from the target's row at each node, compare it with all siblings, and emit it.",
-        TreeVerifier(accept=target_probability, final=lambda node, weights: node.target, skip_equal=False, uses_q=False),
+        TreeVerifier(
+            accept=target_probability, final=lambda node, weights: node.target, skip_equal=False, uses_q=False
+        ),
     ),
     "tree_coin_used_again": of_trees(
         "the number that rejected the siblings draws the token after them.",
