@@ -42,10 +42,10 @@ class Outcome(NamedTuple):
     def accepted(self) -> Ids:
         return np.asarray((self.tokens != -1).sum(axis=1) - 1)
 
-    def any_impossible(self, models: Models) -> bool:
-        """Return whether a token was emitted whose probability is 0."""
-        probs = [rows[self.states[:, i], self.tokens[:, i]] for i, rows in enumerate(models.target_probs)]
-        return bool(((np.stack(probs, axis=1) == 0) & (self.tokens != -1)).any())
+    def impossible(self, models: Models) -> int:
+        """Count the requests that emitted a token of probability 0."""
+        probs = [rows[self.states[:, i], self.completed[:, i]] for i, rows in enumerate(models.target_probs)]
+        return int((np.stack(probs, axis=1) == 0).any(axis=1).sum())
 
 
 def draft(

@@ -3,7 +3,8 @@
 Each mistake is a verifier, so it can be run on the same models. The number of accepted drafts, the draft at the first
 rejection, the first draft and the last token together tell most mistakes apart. A mistake fits if these differ from what
 was seen by no more than chance in every case but one: two programs with one mistake often treat a corner otherwise, such as
-a request with fewer drafts. Impossible tokens are explained only by a mistake that emits such tokens, too. Of those that fit, the one that differs least is the likeliest.
+a request with fewer drafts. If impossible tokens were seen, the mistake must emit some, too. Of the mistakes that fit, the
+likeliest is the one that differs least.
 
 If temperature 0 alone is wrong, its mistakes are run on the same rows and drafts, and the kinds of error are compared.
 """
@@ -102,7 +103,7 @@ def compared(
         how = case.how._replace(draft_logits=case.how.draft_logits and "draft_logits" in subject.takes)
         own = run(simulated, models, how, requests, settings.random(case.name, purpose=1))
         fit = homogeneity(cells(models, seen, requests), cells(models, own, requests))
-        explained = not seen.any_impossible(models) or own.any_impossible(models)
+        explained = not seen.impossible(models) or own.impossible(models) > 0
         if fit.p_value < FITS or not explained:
             if differing or case.name == HISTORY.name or failed == {case.name}:
                 return None

@@ -311,8 +311,8 @@ DRAFTS = {
         Drafter(probs=most_likely_half),
     ),
     "drafts_left_out": Mistake(
-        "drafts are drawn, and left out for a reason that looks at them: they are unlikely (here: below 0.2), end the text or "
-        "repeat a token.",
+        "drafts are drawn, and left out for a reason that looks at them: they are unlikely (here: below 0.2), end the text "
+        "or repeat a token.",
         "confidence thresholds and grammars that are applied after drawing; a reader of the course",
         "Decide before the draft is drawn, or verify it in any case, and stop after it.",
         TOKENS,
