@@ -638,7 +638,7 @@ def test_the_beginning_that_the_demo_prints_is_that_of_all_tokens_decoded_togeth
     status, out, _ = run(capsys, "demo", "--prompt", prompt, *models, "--max-new-tokens", "40", "--temperature", "1")
     assert status == 0
     shown = unmarked(out[out.index(f"\n{prompt}") + 1 : out.index("4 texts of 40 tokens")]).rstrip(" ")
-    plain = next(each for each in generations if each.sequences.shape[1] >= 40)  # by `strict`; before it is a short warm-up
+    plain = next(each for each in generations if each.sequences.shape[1] >= 40)  # by `strict`, after a warm-up
     assert shown == decoded(tokenizer, prompt, plain.sequences[0].tolist()) + "\n\n"
 
 
