@@ -94,10 +94,7 @@ def check(
     answers = ask(subject, settings, only, shown)
     tests = sum(each.p_value is not None for each in answers.findings)
     threshold = FALSE_ALARM / max(1, tests)
-    checks = [
-        Check(each.name, each.verdict(threshold), each.p_value, each.detail(threshold), each.answered)
-        for each in answers.findings
-    ]
+    checks = [each.judged(threshold) for each in answers.findings]
     suspects, notes, nan = [], answers.all_notes(), ""
     if all(each.passed for each in checks):
         notes = few_requests(answers.findings[0], threshold) + notes

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from specdecode.checking import trees
 from specdecode.checking.cases import Case
 from specdecode.checking.models import Models, softmax
+from specdecode.checking.report import Check
 from specdecode.checking.runs import Outcome
 from specdecode.checking.statistics import (
     Counts,
@@ -56,10 +57,10 @@ class Finding(NamedTuple):
         """Return whether it passes."""
         return self.passed if self.p_value is None else self.p_value >= threshold
 
-    @property
-    def answered(self) -> bool:
-        """Whether there were enough requests for a test; a certain outcome needs none."""
-        return self.fit is None or self.fit.degrees > 0 or self.certain or self.fit.impossible > 0
+    def judged(self, threshold: float) -> Check:
+        """Return the check. It is open if there were too few requests for a test; a certain outcome needs none."""
+        answered = self.fit is None or self.fit.degrees > 0 or self.certain or self.fit.impossible > 0
+        return Check(self.name, self.verdict(threshold), self.p_value, self.detail(threshold), answered)
 
     def detail(self, threshold: float) -> str:
         """Say what was compared, and how small an error would have been seen, or what was."""
@@ -208,7 +209,7 @@ def rows_of(models: Models, text: list[int]) -> str:
 
 
 def shown_row(row: Floats) -> str:
-    """Write probabilities to three digits, those of the first tokens."""
+    """Write the first probabilities of a row to three digits."""
     return f"[{' '.join(f'{each:.3f}' for each in row[:MOST_GROUPS])}{' ...' * (len(row) > MOST_GROUPS)}]"
 
 

@@ -37,7 +37,7 @@ MOST = 4
 
 
 def by_signature(asked: set[str], failed: set[str], of_trees: bool) -> list[str]:
-    """Return the ids of the mistakes whose signature is the set of failed checks, those of trees first.
+    """Return the ids of the mistakes whose signature is the set of failed checks, mistakes in trees first.
 
     If requests are not independent, most other checks fail, too: only the checks of independence are informative.
     """
