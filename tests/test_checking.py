@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import binom, kstest
 
 from specdecode.checking import check, checker, models
-from specdecode.checking.cases import CASES
+from specdecode.checking.cases import CASES, INDEPENDENCE
 from specdecode.checking.mistakes import MISTAKES
 from specdecode.checking.verifiers import BLOCKS, STRICT, TOKENS, Drafter, Use, Verifier
 
@@ -76,7 +76,7 @@ def test_a_run_of_the_default_size_asks_all_questions():
     report = check(TOKENS, Drafter())
     assert report.passed, str(report)
     asked = {each.name for each in report.checks}
-    assert {case.name for case in CASES} | {"requests of a call", "calls", "steps"} <= asked
+    assert {case.name for case in CASES} | {*INDEPENDENCE} <= asked
     assert {"first token", "token 2", "token 3", "bonus token", "acceptance", "temperature 3: bonus token"} <= asked
     assert by_name(report)["joint"].detail.endswith("0.030")
     assert [note for note in report.notes if "64 of 64" in note and "32 of 32" in note]
@@ -153,7 +153,9 @@ HIDDEN = {
     "drafts_without_temperature": (20_000, "temperature 0.4"),
     "tree_equal_siblings_skipped": (30_000, "star: first token"),
     "tree_one_uniform_for_siblings": (90_000, "star: first token"),
-    "tree_noise_by_node": (30_000, "depths"),
+    "tree_noise_by_node": (30_000, "last tokens"),
+    "noise_used_again_in_the_next_step": (100_000, "last tokens"),
+    "recovered_with_a_constant": (100_000, "disjoint supports"),
     "tree_judged_as_without_replacement": (30_000, "star: first token"),
     "tree_equal_siblings_counted_twice": (30_000, "star: first token"),
     "tree_coin_used_again": (20_000, "star: first token"),

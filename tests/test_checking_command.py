@@ -164,11 +164,12 @@ def test_junit_has_a_test_case_for_each_check_and_the_report(file, tmp_path, cap
     printed = capsys.readouterr().out
     suite = ElementTree.parse(path).getroot()
     cases, failures = suite.findall("testcase"), suite.findall("testcase/failure")
-    lines = re.findall(r"^(?:ok  |FAIL)  (.+?)  ", printed, flags=re.M)
+    lines = re.findall(r"^(?:ok  |FAIL|--  )  (.+?)  ", printed, flags=re.M)
     assert [case.get("name") for case in cases] == lines
     assert len(set(lines)) == len(lines)  # GitLab shows one of those that share a name
     assert (suite.get("tests"), suite.get("failures")) == (str(len(cases)), str(len(failures)))
     assert 0 < len(failures) < len(cases)
+    assert suite.get("skipped") == str(printed.count(": not tested, too few requests")) != "0"
     assert all("No mistake in the list fits" in failure.text for failure in failures)
     assert failures[0].get("message") in failures[0].text
     assert suite.findtext("system-out") == printed.strip()

@@ -99,6 +99,9 @@ def test_a_wrong_greedy_verifier_is_seen_with_every_seed_and_named_first(name):
         report = asked(verify, seed=seed)
         assert not report.passed
         assert report.suspects[:1] == [mistake], str(report)
+    (failed,) = report.checks
+    assert "of the 400 of its call" in failed.detail
+    assert "called: verify(np.array(" in failed.detail
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -7,6 +7,9 @@ from specdecode.checking import models
 from specdecode.checking.models import How
 from specdecode.checking.trees import padded, reversed_nodes
 
+DEFAULT_REQUESTS = 200_000
+"""Names of mistakes are tested with this many."""
+
 MANY = 1024
 FEW = 12
 
@@ -94,9 +97,9 @@ FIXED = (
 GREEDY = "greedy"
 NOT_FOR_LOSSY = ("argmax drafts", "zeros", "disjoint supports", GREEDY)
 LOSSY = "lossy rules differ most from the target where tokens have no probability or one has all; ask for one alone."
-IN_A_CALL, IN_CALLS, STEPS, DEPTHS = "requests of a call", "calls", "steps", "depths"
-INDEPENDENCE = (IN_A_CALL, IN_CALLS, STEPS, DEPTHS)
+IN_A_CALL, IN_CALLS, STEPS, LAST, SUMS = "requests of a call", "calls", "steps", "last tokens", "seed + position"
+INDEPENDENCE = (IN_A_CALL, IN_CALLS, STEPS, LAST, SUMS)
 MOST_CALLS = 400
 STEPS_SHARE = 0.015
 ALIKE = Case("alike", 0.0, models.alike, max_states=1)
-FLAT = Case("flat", 0.0, models.flat, max_states=1)
+DOUBLED = Case("doubled", 0.0, models.doubled, max_states=1)

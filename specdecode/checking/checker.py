@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 from specdecode.checking import cases, greedy, runs, trees
-from specdecode.checking.cases import ALIKE, FLAT, HISTORY, Case
-from specdecode.checking.findings import Finding, findings, loss, pairs
+from specdecode.checking.cases import ALIKE, DEFAULT_REQUESTS, DOUBLED, HISTORY, Case
+from specdecode.checking.findings import Finding, findings, loss, next_tokens, pairs
 from specdecode.checking.notes import (
     drafts_fit,
     few_requests,
+    left_out,
     note_drafts,
     note_impossible_drafts,
     note_seeds,
-    unlikely_left_out,
 )
 from specdecode.checking.report import Check, Report
 from specdecode.checking.settings import Answers, Progress, Settings
@@ -34,7 +34,7 @@ def check(
     *,
     num_draft_tokens: int = 3,
     vocab_size: int = 5,
-    requests: int = 200_000,
+    requests: int = DEFAULT_REQUESTS,
     seed: int = 0,
     only: str | None = None,
     tree: Sequence[int] | None = None,
@@ -94,9 +94,7 @@ def check(
     answers = ask(subject, settings, only, shown)
     tests = sum(each.p_value is not None for each in answers.findings)
     threshold = FALSE_ALARM / max(1, tests)
-    checks = [
-        Check(each.name, each.verdict(threshold), each.p_value, each.detail(threshold)) for each in answers.findings
-    ]
+    checks = [each.judged(threshold) for each in answers.findings]
     suspects, notes, nan = [], answers.all_notes(), ""
     if all(each.passed for each in checks):
         notes = few_requests(answers.findings[0], threshold) + notes
@@ -140,16 +138,15 @@ def suspects_of(subject: Subject, settings: Settings, answers: Answers, checks: 
     names = {each.name for each in failed}
     if names == {cases.GREEDY}:
         return shown if answers.greedy is None else by_greedy(subject, *answers.greedy)
-    known = by_signature({each.name for each in checks}, names)
+    known = by_signature({each.name for each in checks}, names, subject.tree)
     differ = any(each.p_value is not None for each in failed)
     if known or names & set(cases.INDEPENDENCE) or not differ:
         return [*known, *shown]  # where requests are not independent, their distribution tells nothing
     main = answers.outcomes.get(HISTORY.name)
-    if subject.draft is not None and main is not None and unlikely_left_out(settings.models(settings.cases[0]), main):
-        shown = ["drafts_left_out", *shown]
+    if subject.draft is not None and main is not None and left_out(settings.models(settings.cases[0]), main):
+        return ["drafts_left_out", *shown]
     cases_failed = {case.name for case in settings.cases if any(asks(each, case.name) for each in names)}
-    fitting = by_distribution(subject, settings, answers.outcomes, cases_failed)
-    return list(dict.fromkeys([*fitting, *shown]))
+    return [*by_distribution(subject, settings, answers.outcomes, cases_failed), *shown]
 
 
 def check_settings(settings: Settings, only: str | None) -> None:
@@ -194,7 +191,7 @@ def ask(subject: Subject, settings: Settings, only: str | None, shown: Progress)
         answers.note_nan(cases.GREEDY, subject.invalid)
     if asks(only, cases.IN_A_CALL) or asks(only, cases.IN_CALLS):
         ask_calls(subject, settings, answers, shown)
-    if asks(only, cases.STEPS) or asks(only, cases.DEPTHS):
+    if any(asks(only, name) for name in (cases.STEPS, cases.LAST, cases.SUMS)):
         ask_steps(subject, settings, answers, shown)
     if only is None:
         note_drafts(subject, settings, answers)
@@ -254,13 +251,13 @@ def ask_greedy(subject: Subject, settings: Settings, answers: Answers, shown: Pr
         answers.fail(cases.GREEDY, error, may_refuse=True)
         return
     answers.greedy = arguments, tokens
-    answers.findings.append(greedy.compared(arguments, tokens))
+    answers.findings.append(greedy.compared(subject, arguments, tokens))
 
 
 def ask_calls(subject: Subject, settings: Settings, answers: Answers, shown: Progress) -> None:
     """Two requests of one call, and the same place of two calls, must be independent."""
     models, random = settings.models(ALIKE), settings.random(ALIKE.name)
-    calls = max(50, min(cases.MOST_CALLS, settings.requests // 500))
+    calls = max(50, min(cases.MOST_CALLS, settings.requests // 100))
     try:
         neighbours = runs.run_small_calls(subject, models, settings.how, calls, random, shown.tick)
         places = runs.run_two_calls(subject, models, settings.how, settings.size(cases.STEPS_SHARE), random, shown.tick)
@@ -289,21 +286,23 @@ def calls_differ(paired: Finding, in_first_place: Ids, in_any: Ids) -> Finding:
 
 
 def ask_steps(subject: Subject, settings: Settings, answers: Answers, shown: Progress) -> None:
-    """Two steps of a request with one seed must be independent: their first tokens, in trees also those at deeper nodes."""
-    if not {"seeds", "positions"} <= subject.takes:
-        answers.leave_out(cases.STEPS, "verify does not take seeds and positions.")
+    """Two steps of a request with one seed, and two requests with the same seed + position, must be independent."""
+    names = (cases.STEPS, cases.LAST, cases.SUMS)
+    if cases.EACH_REQUESTS - subject.takes:
+        for name in names:
+            answers.leave_out(name, "verify does not take seeds and positions.")
         return
-    size = settings.size(cases.STEPS_SHARE)
-    questions = [(cases.STEPS, ALIKE, size, 0, "first tokens of two steps with one seed are independent")]
-    if settings.tree:
-        what = "the token after accepted drafts and the first token of the next step are independent"
-        questions.append((cases.DEPTHS, FLAT, 4 * size, 1, what))  # in many pairs no draft is accepted
-    for name, case, requests, column, what in questions:
-        models, random = settings.models(case), settings.random(name)
-        try:
-            tokens = runs.run_two_steps(subject, models, settings.how, requests, random, shown.tick)
-        except OutputError as error:
-            answers.fail(name, error)
-            return
-        tokens = tokens[tokens[:, column] >= 0]
-        answers.findings.append(pairs(name, what, tokens[:, [column, 2]], settings.vocab_size))
+    models, size, vocab = settings.models(ALIKE), settings.size(cases.STEPS_SHARE), settings.vocab_size
+    how, first, last, sums = settings.how, *map(settings.random, names)
+    try:
+        steps = runs.run_two_steps(subject, models, how, size, first, shown.tick)
+        others = runs.run_two_steps(subject, settings.models(DOUBLED), how, size, last, shown.tick)
+        equal = runs.run_equal_sums(subject, models, how, size, sums, shown.tick)
+    except OutputError as error:
+        answers.fail(cases.STEPS, error)
+        return
+    what = "first tokens of two steps with one seed are independent"
+    answers.findings.append(pairs(cases.STEPS, what, steps[:, [0, 2]], vocab))
+    answers.findings.append(next_tokens(cases.LAST, others[:, 1], others[:, 2], vocab))
+    what = "first tokens of requests with equal seed + position are independent"
+    answers.findings.append(pairs(cases.SUMS, what, equal, vocab))

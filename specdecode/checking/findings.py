@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from specdecode.checking import trees
 from specdecode.checking.cases import Case
 from specdecode.checking.models import Models, softmax
+from specdecode.checking.report import Check
 from specdecode.checking.runs import Outcome
 from specdecode.checking.statistics import (
     Counts,
@@ -56,6 +57,11 @@ class Finding(NamedTuple):
         """Return whether it passes."""
         return self.passed if self.p_value is None else self.p_value >= threshold
 
+    def judged(self, threshold: float) -> Check:
+        """Return the check. It is open if there were too few requests for a test; a certain outcome needs none."""
+        answered = self.fit is None or self.fit.degrees > 0 or self.certain or self.fit.impossible > 0
+        return Check(self.name, self.verdict(threshold), self.p_value, self.detail(threshold), answered)
+
     def detail(self, threshold: float) -> str:
         """Say what was compared, and how small an error would have been seen, or what was."""
         if not self.verdict(threshold):
@@ -63,7 +69,7 @@ class Finding(NamedTuple):
         if self.fit is None:
             return self.what + self.within
         if not self.fit.degrees:
-            return self.what + ("" if self.certain else "; too few requests to tell")
+            return self.what + ("" if self.certain else ": not tested, too few requests")
         return f"{self.what}; sees a total variation of {detectable(self.fit.degrees, self.fit.size, threshold):.3f}"
 
 
@@ -95,18 +101,24 @@ def joint(case: Case, models: Models, outcome: Outcome) -> Finding:
     """The K + 1 tokens together. They lead to a state each, or few texts share one."""
     expected = models.final_states(models.target_probs)
     counts = np.bincount(outcome.states[:, -1], minlength=len(expected))
+    estimate, exact = distance(counts[None], expected[None])
+    seen = [f"total variation {estimate:.3f} (an exact verifier shows {exact:.3f})"]
     fit = goodness_of_fit(counts[None], expected[None])
+    if impossible := outcome.impossible(models):  # other texts may lead to the same state
+        fit = fit._replace(p_value=0.0, impossible=impossible)
+        seen[0] += f", {impossible:,} request{'s' * (impossible > 1)} with an impossible token"
     vocab, length = models.vocab_size, models.num_draft_tokens + 1
     what = f"the {length} tokens together" if length > 1 else "the token"
     if certain := bool(expected.max() == 1):
         what = "every token is the only possible one"
-    seen = ""
     if len(expected) == vocab**length:
-        index = farthest(counts, expected)
+        index = int(deviations(counts, expected * counts.sum()).argmax())
         text = [int(index // vocab**i % vocab) for i in reversed(range(length))]
-        seen = f"tokens {text}: {said(counts[index], counts.sum(), expected[index])}"
-    seen = "; ".join(filter(None, (difference(counts, expected), seen)))
-    return Finding(name_of(case, "joint"), fit.p_value, True, what, seen, fit, certain=certain)
+        rows = rows_of(models, text) if case.name == "joint" else ""
+        seen.append(f"tokens {text}: {said(counts[index], counts.sum(), expected[index])}{rows}")
+    if case.name != "joint":
+        seen.append(max(worst_token(case, models, outcome, place) for place in range(length))[1])
+    return Finding(name_of(case, "joint"), fit.p_value, True, what, "; ".join(seen), fit, certain=certain)
 
 
 def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
@@ -116,17 +128,9 @@ def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
     ways: x is accepted and v emitted, or less was accepted and the target itself went on to x and v. Together they have
     the probability P(x) p(v | x), and the second way is proportional to p(v | x), so the first one is, too.
     """
-    there = outcome.accepted >= place
-    expected = models.target_probs[place]
-    cells = outcome.states[there, place] * models.vocab_size + outcome.tokens[there, place]
-    counts = np.bincount(cells, minlength=expected.size).reshape(expected.shape)
-    fit = goodness_of_fit(counts, expected)
-    totals = counts.sum(axis=1, keepdims=True)
-    state, value = divmod(
-        farthest(counts.ravel(), (expected * totals / max(1, totals.sum())).ravel()), models.vocab_size
-    )
-    seen = f"after {text_of(models, state, place)}, token {value}: "
-    seen += said(counts[state, value], int(totals[state, 0]), expected[state, value])
+    counts = token_counts(models, outcome, place)
+    fit = goodness_of_fit(counts, models.target_probs[place])
+    _, seen = worst_token(case, models, outcome, place)
     statistic = "first token" if place == 0 else f"token {place + 1}"
     what = (
         "the first token alone" if place == 0 else f"token {place + 1}, after {place} accepted draft{'s' * (place > 1)}"
@@ -135,9 +139,31 @@ def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
         all_drafts = "drafts of every depth" if case.how.parents else "all drafts"
         statistic, what = "bonus token", f"the token after {all_drafts} were accepted"
     notes: tuple[str, ...] = ()
-    if place == models.num_draft_tokens and place and not there.any() and len(there) > 1000:
-        notes = (f"{case.name}: no bonus token was seen in {len(there):,} requests.",)
+    requests = len(outcome.tokens)
+    if place == models.num_draft_tokens and place and not counts.any() and requests > 1000:
+        notes = (f"{case.name}: no bonus token was seen in {requests:,} requests.",)
     return Finding(name_of(case, statistic), fit.p_value, True, what, seen, fit, notes)
+
+
+def token_counts(models: Models, outcome: Outcome, place: int) -> Counts:
+    """Count the tokens of a place in each state, where all tokens before it are accepted drafts: [states, V]."""
+    there, shape = outcome.accepted >= place, models.target[place].shape
+    cells = outcome.states[there, place] * models.vocab_size + outcome.tokens[there, place]
+    return np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
+
+
+def worst_token(case: Case, models: Models, outcome: Outcome, place: int) -> tuple[float, str]:
+    """Return the deviation of the most unlikely count of a place, and its description with the rows of p and q."""
+    counts, expected = token_counts(models, outcome, place), models.target_probs[place]
+    totals = counts.sum(axis=1, keepdims=True)
+    far = deviations(counts, expected * totals)
+    state, value = divmod(int(far.argmax()), models.vocab_size)
+    seen = f"after {text_of(models, state, place)}, token {value}: "
+    seen += said(counts[state, value], int(totals[state, 0]), expected[state, value])
+    seen += "\nits row: p = " + shown_row(expected[state])
+    if place < models.num_draft_tokens and case.how.draft_logits:
+        seen += ", q = " + shown_row(models.draft_probs[place][state])
+    return float(far.max()), seen
 
 
 def loss(case: Case, models: Models, outcome: Outcome, allow: float) -> tuple[Finding, tuple[float, float, float]]:
@@ -170,6 +196,21 @@ def loss(case: Case, models: Models, outcome: Outcome, allow: float) -> tuple[Fi
         by_tokens = models.most_accepted(models.draft_probs)
         what += f", token verification {by_tokens[0]:.3f}" if by_tokens else ""
     return Finding(case.name, p_value, True, what, f"more than {allow:g} is certain"), (low, estimate, high)
+
+
+def rows_of(models: Models, text: list[int]) -> str:
+    """Write the rows of p and q before each token of a text."""
+    state, target, draft = 0, [], []
+    for i, token in enumerate(text):
+        target.append(shown_row(models.target_probs[i][state]))
+        draft += [shown_row(rows[state]) for rows in models.draft_probs[i : i + 1]]
+        state = int(models.following[i][state, token])
+    return f"\nits rows: p = {', '.join(target)}\n          q = {', '.join(draft)}"
+
+
+def shown_row(row: Floats) -> str:
+    """Write the first probabilities of a row to three digits."""
+    return f"[{' '.join(f'{each:.3f}' for each in row[:MOST_GROUPS])}{' ...' * (len(row) > MOST_GROUPS)}]"
 
 
 def text_of(models: Models, state: int, length: int) -> str:
@@ -222,22 +263,31 @@ def pairs(name: str, what: str, tokens: Counts, vocab_size: int) -> Finding:
     return Finding(name, fit.p_value, True, what, f"equal in {(one == two).mean():.1%}, expected {expected:.1%}", fit)
 
 
-def difference(counts: Counts, expected: Floats) -> str:
-    """Describe the total variation of counts."""
-    estimate, exact = distance(counts[None], expected[None])
-    impossible = int(counts[expected == 0].sum())
-    outcomes = "outcome that is" if impossible == 1 else "outcomes that are"
-    return f"total variation {estimate:.3f} (an exact verifier shows {exact:.3f})" + (
-        f", {impossible:,} {outcomes} impossible" if impossible else ""
-    )
+def next_tokens(name: str, outcomes: Counts, following: Counts, vocab_size: int) -> Finding:
+    """The first token of the next step must not depend on a step's outcome: its accepted drafts and its last token.
+
+    Tokens are compared in three groups, so that a few hundred steps with one number of accepted drafts are enough.
+    """
+
+    def group(tokens: Counts) -> Counts:
+        return np.where(tokens == 0, 0, 1 + 2 * (tokens - 1) // (vocab_size - 1))
+
+    table = np.zeros((int(outcomes.max()) // vocab_size + 1, 3, 3), dtype=np.int64)
+    np.add.at(table, (outcomes // vocab_size, group(outcomes % vocab_size), group(following)), 1)
+    totals, shares = table.sum(axis=2), table.sum(axis=(0, 1)) / len(following)
+    far = deviations(table, totals[..., None] * shares)
+    accepted, last, first = (int(index) for index in np.unravel_index(far.argmax(), far.shape))
+    tokens = ["token 0", f"a token from 1 to {vocab_size // 2}", f"a token from {vocab_size // 2 + 1}"]
+    seen = f"after {accepted} accepted drafts and {tokens[last]}, the next step begins with {tokens[first]}: "
+    seen += said(table[accepted, last, first], int(totals[accepted, last]), shares[first])
+    fit = independence(table[totals > 0][:, shares > 0])
+    what = "a step's last token and the first of the next step are independent"
+    return Finding(name, fit.p_value, True, what, seen, fit)
 
 
-def farthest(counts: NDArray[np.int64], expected: Floats) -> int:
-    """Return the cell that is most unlikely to be as it is."""
-    mean = expected * counts.sum()
-    return int(
-        np.argmax(np.where(mean > 0, (counts - mean) ** 2 / np.maximum(mean, 1), np.where(counts > 0, np.inf, 0)))
-    )
+def deviations(counts: NDArray[np.int64], mean: Floats) -> Floats:
+    """Return the squared deviations of counts from their means, divided by these; infinite where a count is impossible."""
+    return np.where(mean > 0, (counts - mean) ** 2 / np.maximum(mean, 1), np.where(counts > 0, np.inf, 0))
 
 
 def said(count: int, total: int, probability: float) -> str:

@@ -50,7 +50,7 @@ def make_texts(subject: Subject, settings: Settings) -> Arguments:
     return Arguments(rows.astype(np.float32), drafts, logits, 0.0, seeds, positions)
 
 
-def compared(arguments: Arguments, tokens: Ids) -> Finding:
+def compared(subject: Subject, arguments: Arguments, tokens: Ids) -> Finding:
     """Compare every token with the argmax."""
     best, emitted, role = arguments.target_logits.argmax(axis=2), tokens != -1, roles(arguments, tokens)
     wrong = emitted & (tokens != best)
@@ -67,7 +67,9 @@ def compared(arguments: Arguments, tokens: Ids) -> Finding:
     row, token = arguments.target_logits[request, place], tokens[request, place]
     tie = ", the lowest id of equal logits" if row[token] == row.max() else ""
     seen = f"token {place + 1} of {tokens[request].tolist()}: expected {best[request, place]}{tie}; logits {array(row)}"
-    return Finding(GREEDY, None, False, what, f"wrong: {', '.join(kinds)}\n{seen}", certain=True)
+    call = f"request {request} of the {len(tokens)} of its call; alone it may be right:\n"
+    call += subject.shown(arguments, int(request))
+    return Finding(GREEDY, None, False, what, f"wrong: {', '.join(kinds)}\n{seen}\n{call}", certain=True)
 
 
 def roles(arguments: Arguments, tokens: Ids) -> Ids:

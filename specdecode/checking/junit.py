@@ -36,7 +36,7 @@ def junit(report: Report) -> bytes:
         tests=str(len(report.checks)),
         failures=str(failures),
         errors="0",
-        skipped="0",
+        skipped=str(sum(not check.answered for check in report.checks)),
         time=f"{report.seconds:.2f}",
     )
     for check in report.checks:
@@ -44,6 +44,8 @@ def junit(report: Report) -> bytes:
         if not check.passed:
             failure = ElementTree.SubElement(case, "failure", message=clean(check.detail.partition("\n")[0]))
             failure.text = clean("\n".join([*check.lines(width=0), *report.suspect_lines()]))
+        elif not check.answered:
+            ElementTree.SubElement(case, "skipped", message=clean(check.detail))
     ElementTree.SubElement(suite, "system-out").text = clean(str(report))
     ElementTree.indent(suite)
     document: bytes = ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)

@@ -189,9 +189,14 @@ def star(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Lo
     return rows[0], rows[1]
 
 
-def flat(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:
-    """Make both models uniform."""
-    return np.zeros_like(target), np.zeros_like(draft)
+def doubled(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:
+    """Give token 0 the probability .3 in the target and .6 in the draft, and all others equal ones.
+
+    So each length is accepted often, and both the recovered token and the next acceptance show their random numbers.
+    """
+    rows = [np.full(target.shape, (1 - first) / (target.shape[1] - 1), dtype=np.float32) for first in (0.3, 0.6)]
+    rows[0][:, 0], rows[1][:, 0] = 0.3, 0.6
+    return np.log(rows[0]), np.log(rows[1])
 
 
 def alike(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:

@@ -10,6 +10,9 @@ from specdecode.checking.settings import Answers, Settings
 from specdecode.checking.statistics import detectable, goodness_of_fit
 from specdecode.checking.subject import Ids, OutputError, Subject
 
+MOST_DEVIATIONS = 6
+"""A token that is drafted more often than expected by more standard deviations was not drawn from its row."""
+
 SUSPICIOUS = 1e-6
 """Drafts that fit worse are not drawn as their logits say."""
 
@@ -49,23 +52,21 @@ def draft_counts(models: Models, outcome: runs.Outcome, i: int) -> Ids:
     return np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
 
 
-def unlikely_left_out(models: Models, outcome: runs.Outcome) -> bool:
-    """Return whether the drafter stops instead of drafting unlikely tokens.
+def left_out(models: Models, outcome: runs.Outcome) -> bool:
+    """Return whether the drafter draws tokens, and leaves some out for a reason that looks at them.
 
-    In some state, then, tokens that should be drafted ten times never are, and all that are drafted are likelier.
+    Then the drafts of a state do not have its distribution, but no token is drafted more often than the distribution says.
     """
-    if (outcome.given == models.num_draft_tokens).all():
+    if (outcome.given == models.num_draft_tokens).all() or drafts_fit(models, outcome):
         return False
     reached = np.ones(len(outcome.given), dtype=bool)
-    for i, expected in enumerate(models.draft_probs):
-        visits = np.bincount(outcome.draft_states[reached, i], minlength=len(expected))[:, None]
-        counts = draft_counts(models, outcome, i)
-        missing = (counts == 0) & (expected * visits >= 10) & (counts.sum(axis=1, keepdims=True) > 0)
-        least = np.where(counts > 0, expected, 1).min(axis=1, keepdims=True)
-        if missing.any() and (expected < least)[missing].all():
-            return True
+    for i, probs in enumerate(models.draft_probs):
+        visits = np.bincount(outcome.draft_states[reached, i], minlength=len(probs))[:, None]
+        expected = probs * visits
+        if (draft_counts(models, outcome, i) > expected + MOST_DEVIATIONS * np.sqrt(expected + 1)).any():
+            return False
         reached = outcome.given > i
-    return False
+    return True
 
 
 def note_drafts(subject: Subject, settings: Settings, answers: Answers) -> None:
@@ -74,16 +75,13 @@ def note_drafts(subject: Subject, settings: Settings, answers: Answers) -> None:
         outcome = answers.outcomes.get(case.name)
         if subject.draft is None or outcome is None or case.how.drafts != "drawn":
             continue
-        if unlikely_left_out(settings.models(case), outcome):
+        models = settings.models(case)
+        if not drafts_fit(models, outcome):
+            what = "does not draw from the softmax of draft_logits / temperature"
+            if left_out(models, outcome):
+                what = "draws tokens, and leaves some out for a reason that looks at them"
             answers.notes.append(
-                f"{case.name}: draft draws tokens, and leaves out unlikely ones. Only a verifier that does not divide by "
-                "their probability can be right with it."
-            )
-            return
-        if not drafts_fit(settings.models(case), outcome):
-            answers.notes.append(
-                f"{case.name}: draft does not draw from the softmax of draft_logits / temperature. Only a verifier that "
-                "does not divide by their probability can be right with it."
+                f"{case.name}: draft {what}. Only a verifier that does not divide by their probability can be right with it."
             )
             return
 
@@ -128,6 +126,6 @@ def note_impossible_drafts(subject: Subject, settings: Settings, answers: Answer
     accepted = int((tokens[:, 1] != -1).sum())
     if accepted > 0.9 * PROBES:
         answers.notes.append(
-            f"drafts with q = 0: {accepted} of {PROBES} are accepted. No drafter draws them; but if rounding or truncation "
-            "makes a q of 0, they should be rejected."
+            f"drafts with q = 0: {accepted} of {PROBES} are accepted. This is no error, as a draft that is drawn has q > 0. "
+            "It becomes one if q is rounded or truncated after the draft was drawn: then reject a draft with q = 0."
         )

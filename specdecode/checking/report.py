@@ -4,7 +4,7 @@ import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from specdecode.checking.cases import GREEDY
+from specdecode.checking.cases import DEFAULT_REQUESTS, GREEDY
 
 WIDTH = 110
 
@@ -19,12 +19,15 @@ class Check:
     """None: it was decided without statistics."""
 
     detail: str
+    answered: bool = True
+    """False: there were too few requests to test anything."""
 
     def lines(self, width: int) -> list[str]:
         """Return the lines of the table, with the name padded to a width."""
-        p_value = "" if self.p_value is None else f"p = {self.p_value:.2g}"
+        p_value = "" if self.p_value is None or not self.answered else f"p = {self.p_value:.2g}"
         first, *others = self.detail.splitlines() or [""]
-        line = f"{'ok  ' if self.passed else 'FAIL'}  {self.name:{width}}  {p_value:12}  {first}"
+        result = "FAIL" if not self.passed else "ok  " if self.answered else "--  "
+        line = f"{result}  {self.name:{width}}  {p_value:12}  {first}"
         return [line.rstrip(), *(f"      {line}" for line in others)]
 
 
@@ -105,6 +108,9 @@ class Report:
                 mistake = MISTAKES[name]
                 lines += wrapped(f"{number}. {name}: {mistake.sentence}", "   ", first="")
                 lines += wrapped(f"Remedy: {mistake.remedy} Seen: {mistake.source}.", "   ")
+            statistical = any(not check.passed and check.p_value is not None for check in self.checks)
+            if statistical and self.settings.get("requests", DEFAULT_REQUESTS) < DEFAULT_REQUESTS:
+                lines.append(f"Names are hints with fewer than the default {DEFAULT_REQUESTS:,} requests.")
             return lines
         if any(not check.passed and (check.p_value is not None or check.name == GREEDY) for check in self.checks):
             return ["", "No mistake in the list fits what was seen."]

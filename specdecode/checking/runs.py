@@ -42,6 +42,11 @@ class Outcome(NamedTuple):
     def accepted(self) -> Ids:
         return np.asarray((self.tokens != -1).sum(axis=1) - 1)
 
+    def impossible(self, models: Models) -> int:
+        """Count the requests that emitted a token of probability 0."""
+        probs = [rows[self.states[:, i], self.completed[:, i]] for i, rows in enumerate(models.target_probs)]
+        return int((np.stack(probs, axis=1) == 0).any(axis=1).sum())
+
 
 def draft(
     subject: Subject, models: Models, how: How, seeds: Ids, positions: Ids, random: np.random.Generator
@@ -167,6 +172,19 @@ def run_two_calls(
     return np.stack([first_tokens(subject, models, how, size, random, tick) for _ in range(2)], axis=1)
 
 
+def run_equal_sums(
+    subject: Subject, models: Models, how: How, requests: int, random: np.random.Generator, tick: Tick | None = None
+) -> Ids:
+    """Return the first tokens of pairs of requests with equal seed + position, all in one call: [pairs, 2]."""
+    pairs = max(1, max(batches(2 * requests, models)) // 2)
+    seeds = random.integers(2**62) + 2 * np.arange(pairs, dtype=np.int64)
+    positions = np.repeat(np.array([8, 7]), pairs)
+    if tick is not None:
+        tick(2 * pairs)
+    outcome = run_step(subject, models, how, np.concatenate([seeds, seeds + 1]), positions, random)
+    return outcome.tokens[:, 0].reshape(2, pairs).T
+
+
 def first_tokens(
     subject: Subject, models: Models, how: How, requests: int, random: np.random.Generator, tick: Tick | None
 ) -> Ids:
@@ -181,16 +199,16 @@ def first_tokens(
 def run_two_steps(
     subject: Subject, models: Models, how: How, requests: int, random: np.random.Generator, tick: Tick | None = None
 ) -> Ids:
-    """Return tokens of two steps of each request, with one seed and the positions that follow: [requests, 3].
+    """Return outcomes of two steps of each request, with one seed and the positions that follow: [requests, 3].
 
-    They are the first token of one step, its last token (-1 if no draft was accepted), and the first token of the next step.
+    The columns are the first token of a step, its accepted drafts and last token as one number, and the next first token.
     """
     tokens: list[Any] = []
     for size in batches(requests, models):
         seeds, positions = fresh(size, random)
         one = run_step(subject, models, how, seeds, positions, random)
         two = run_step(subject, models, how, seeds, positions + one.accepted + 1, random)
-        last = np.where(one.accepted > 0, one.tokens[np.arange(size), one.accepted], -1)
+        last = one.accepted * models.vocab_size + one.tokens[np.arange(size), one.accepted]
         tokens.append(np.stack([one.tokens[:, 0], last, two.tokens[:, 0]], axis=1))
         if tick is not None:
             tick(size)

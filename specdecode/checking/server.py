@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 
 from specdecode.checking.checker import FALSE_ALARM
 from specdecode.checking.findings import Finding
-from specdecode.checking.report import Check, Report
+from specdecode.checking.report import Report
 from specdecode.checking.server_statistics import RANKS, Context, Evidence, Row, make_row, prefix_fit, two_samples
 from specdecode.checking.settings import Progress
 from specdecode.checking.statistics import Fit, detectable
@@ -259,7 +259,7 @@ def check_server(
         fit = two_samples(run.texts, other.texts)
         found.append(Finding("against", fit.p_value, True, f"texts of two to four tokens, also of {against}", fit=fit))
     shown.end()
-    checks = [Check(each.name, each.verdict(threshold), each.p_value, each.detail(threshold)) for each in found]
+    checks = [each.judged(threshold) for each in found]
     suspects: list[str] = []
     if not all(check.passed for check in checks):
         suspects = (run.by_prefix if run.without_rows else run.own).suspects()

@@ -3,7 +3,8 @@
 Each mistake is a verifier, so it can be run on the same models. The number of accepted drafts, the draft at the first
 rejection, the first draft and the last token together tell most mistakes apart. A mistake fits if these differ from what
 was seen by no more than chance in every case but one: two programs with one mistake often treat a corner otherwise, such as
-a request with fewer drafts. Of those that fit, the one that differs least is the likeliest.
+a request with fewer drafts. If impossible tokens were seen, the mistake must emit some, too. Of the mistakes that fit, the
+likeliest is the one that differs least.
 
 If temperature 0 alone is wrong, its mistakes are run on the same rows and drafts, and the kinds of error are compared.
 """
@@ -14,7 +15,7 @@ import numpy as np
 from scipy.special import chdtrc, chdtri
 
 from specdecode.checking import greedy
-from specdecode.checking.cases import GREEDY, HISTORY, INDEPENDENCE, Case
+from specdecode.checking.cases import GREEDY, HISTORY, IN_A_CALL, INDEPENDENCE, LAST, STEPS, Case
 from specdecode.checking.mistakes import MISTAKES
 from specdecode.checking.models import Models
 from specdecode.checking.runs import Outcome, run
@@ -35,16 +36,20 @@ MOST = 4
 """Named at most."""
 
 
-def by_signature(asked: set[str], failed: set[str]) -> list[str]:
-    """Return the ids of the mistakes that are known by the checks that they make fail.
+def by_signature(asked: set[str], failed: set[str], of_trees: bool) -> list[str]:
+    """Return the ids of the mistakes whose signature is the set of failed checks, mistakes in trees first.
 
     If requests are not independent, most other checks fail, too: only the checks of independence are informative.
     """
     if failed & set(INDEPENDENCE):
         asked, failed = asked & set(INDEPENDENCE), failed & set(INDEPENDENCE)
-    if "requests of a call" in failed:
-        asked = failed = {"requests of a call"}  # the others take for granted what failed
-    return [name for name, mistake in MISTAKES.items() if mistake.signature and mistake.signature & asked == failed]
+    if IN_A_CALL in failed:
+        asked = failed = {IN_A_CALL}  # the others take for granted what failed
+    if STEPS in failed:
+        asked, failed = asked - {LAST}, failed - {LAST}  # numbers that all come again show there, too
+    found = [name for name, mistake in MISTAKES.items() if mistake.signature and mistake.signature & asked == failed]
+    found = [name for name in found if of_trees or not MISTAKES[name].tree]
+    return sorted(found, key=lambda name: not MISTAKES[name].tree)
 
 
 def by_greedy(subject: Subject, arguments: Arguments, tokens: Ids) -> list[str]:
@@ -98,7 +103,8 @@ def compared(
         how = case.how._replace(draft_logits=case.how.draft_logits and "draft_logits" in subject.takes)
         own = run(simulated, models, how, requests, settings.random(case.name, purpose=1))
         fit = homogeneity(cells(models, seen, requests), cells(models, own, requests))
-        if fit.p_value < FITS:
+        explained = not seen.impossible(models) or own.impossible(models) > 0
+        if fit.p_value < FITS or not explained:
             if differing or case.name == HISTORY.name or failed == {case.name}:
                 return None
             differing = case.name

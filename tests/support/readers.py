@@ -27,6 +27,8 @@ MISTAKES = {
     "argmax in place of a draw": "last_token_argmax",
     "argmax of p": "last_token_argmax",
     "drawn from q": "recovered_from_draft",
+    "weights not divided by their sum": "recovered_not_normalised",
+    "weights + 1e-3": "recovered_with_a_constant",
     "temperature on the target alone": "temperature_for_target_alone",
     "forgotten return": "no_return",
     "NaN": "nan_probabilities",
@@ -50,6 +52,11 @@ def reader(mistake, seed=0):
             return draw(residual(q, q))
         if mistake == "negative weights":
             return draw(p - q + 1 / len(p))
+        if mistake == "weights not divided by their sum":
+            return (np.maximum(0, p - q).cumsum() > random.random()).argmax()
+        if mistake == "weights + 1e-3":
+            weights = np.maximum(0, p - q) + 1e-3
+            return draw(weights / weights.sum())
         return draw(residual(p, q))
 
     def one_step(p, q, drafts):
@@ -80,3 +87,28 @@ def reader(mistake, seed=0):
     if "temperature" in str(mistake):
         return verify
     return lambda target_logits, draft_token_ids, draft_logits: verify(target_logits, draft_token_ids, draft_logits)
+
+
+def seeded(key, recovered_at):
+    """Return a verifier whose numbers depend on `key(seed, position)`; `recovered_at(i, K)` is the last token's position."""
+
+    def draw(weights, u):
+        sums = weights.cumsum()
+        return (sums > u * sums[-1]).argmax()
+
+    def one_step(p, q, drafts, seed, position):
+        uniform = lambda i: np.random.default_rng(key(seed, position + i)).random(2)  # noqa: E731
+        for i, x in enumerate(drafts):
+            if uniform(i)[0] * q[i, x] >= p[i, x]:
+                at, use = recovered_at(i, len(drafts))
+                return [*drafts[:i], draw(np.maximum(0, p[i] - q[i]), uniform(at)[use])]
+        return [*drafts, draw(p[-1], uniform(len(drafts))[1])]
+
+    def verify(target_logits, draft_token_ids, draft_logits, *, seeds, positions):
+        output = np.full((len(target_logits), target_logits.shape[1]), -1)
+        for r, (p, q) in enumerate(zip(softmax(target_logits), softmax(draft_logits))):
+            tokens = one_step(p, q, draft_token_ids[r][draft_token_ids[r] >= 0], seeds[r], positions[r])
+            output[r, : len(tokens)] = tokens
+        return output
+
+    return verify

@@ -88,6 +88,16 @@ def previous_draft_row(step: Step) -> Step:
     return step._replace(draft=np.concatenate([step.draft[:, :1], step.draft[:, :-1]], axis=1))
 
 
+def by_rank(step: Step) -> Bools:
+    """Judge each draft by the rows of the request whose index is the rank among the requests that go on."""
+    accepts, uniforms = np.zeros(step.drafts.shape, dtype=bool), step.uniforms()
+    for i in range(step.num_drafts):
+        live = np.flatnonzero((step.given > i) & accepts[:, :i].all(axis=1))
+        rank, token = np.arange(len(live)), step.drafts[live, i]
+        accepts[live, i] = uniforms[live, i] * step.draft[rank, i, token] < step.target[rank, i, token]
+    return accepts
+
+
 def own_noise(step: Step, weights: Floats, accepted: Ids) -> Ids:
     """Draw with the number that drew the draft."""
     numbers = np.column_stack([step.uniforms(Use.DRAFT), step.uniform(0, Use.EMIT)])
@@ -126,6 +136,20 @@ def by_slot_and_position(seeds: Ids, positions: Ids, offset: int, use: int) -> F
 
 def without_position(seeds: Ids, positions: Ids, offset: int, use: int) -> Floats:
     return hashed(seeds, np.zeros_like(positions), offset, use)
+
+
+def of_sum(seeds: Ids, positions: Ids, offset: int, use: int) -> Floats:
+    return hashed(seeds + positions, np.zeros_like(positions), offset, use)
+
+
+def at_positions(seeds: Ids, positions: Ids, offset: int, use: int) -> Floats:
+    """Give each position numbers of its own, whatever step has it."""
+    return hashed(seeds, positions + offset, 0, use)
+
+
+def of_position_k(step: Step, weights: Floats, accepted: Ids) -> Ids:
+    """Draw with the number that would accept a draft at position K."""
+    return pick(weights, step.uniform(step.num_drafts, Use.ACCEPT))
 
 
 def overflowing(logits: Logits, temperature: float) -> Floats:
@@ -172,6 +196,12 @@ ROWS = {
         EASY,
         "Use row i of the draft for draft i.",
         Verifier(changes=previous_draft_row),
+    ),
+    "rows_by_rank": Mistake(
+        "after the first draft the rows of p and q are indexed by the rank among the requests that go on.",
+        "a reader of the course",
+        "Index all arrays by the ids of the requests that go on, or compact all of them.",
+        Verifier(accepts=by_rank),
     ),
     "softmax_of_probabilities": Mistake(
         "probabilities are passed through softmax again.",
@@ -281,9 +311,10 @@ DRAFTS = {
         Drafter(probs=most_likely_half),
     ),
     "drafts_left_out": Mistake(
-        "drafts are drawn, and left out if they are unlikely (here: below 0.2).",
-        "confidence thresholds and grammars that are applied after drawing",
-        "Decide before the draft is drawn, or verify it in any case.",
+        "drafts are drawn, and left out for a reason that looks at them: they are unlikely (here: below 0.2), end the text "
+        "or repeat a token.",
+        "confidence thresholds and grammars that are applied after drawing; a reader of the course",
+        "Decide before the draft is drawn, or verify it in any case, and stop after it.",
         TOKENS,
         Drafter(left_out=lambda probs, tokens: probs[np.arange(len(tokens)), tokens] < 0.2),
     ),
@@ -349,6 +380,20 @@ NOISE = {
         "Make the absolute position part of what the noise depends on.",
         Verifier(noise=without_position),
         signature=frozenset({"steps"}),
+    ),
+    "noise_of_seed_plus_position": Mistake(
+        "random numbers depend on seed + position alone, so the request with the next seed has them one position earlier.",
+        "a reader of the course",
+        "Make the key of both numbers, such as `default_rng([seed, position])`, not of their sum.",
+        Verifier(noise=of_sum),
+        signature=frozenset({"seed + position"}),
+    ),
+    "noise_used_again_in_the_next_step": Mistake(
+        "the token after the accepted drafts is drawn with the number of a later position, which the next step uses, too.",
+        "a reader of the course",
+        "Use the number of the token's own position, with another use than the acceptance of a draft there.",
+        Verifier(emit=of_position_k, noise=at_positions),
+        signature=frozenset({"last tokens"}),
     ),
     "softmax_overflows": Mistake(
         "the softmax does not subtract the row's maximum, and overflows.",

@@ -10,7 +10,7 @@ from specdecode.checking.models import point_mass
 from specdecode.checking.subject import Ids
 from specdecode.checking.verifiers import Floats, Logits, Step, Use, Verifier, or_target, pick, residual
 
-MIN_P = 0.2
+MIN_P, CONSTANT = 0.2, 1e-3
 
 
 def min_p(probs: Floats) -> Floats:
@@ -26,6 +26,12 @@ def argmax(weights: Floats) -> Floats:
 def difference(step: Step, accepted: Ids) -> Floats:
     """Return p - q of the row of the rejected draft."""
     return step.row(step.target, accepted) - step.row(step.draft, accepted)
+
+
+def with_the_rest(weights: Floats, token: int) -> Floats:
+    """Give a token what is missing to a sum of 1."""
+    weights[:, token] += np.maximum(0, 1 - weights.sum(axis=1))
+    return weights
 
 
 def same_uniform(step: Step, weights: Floats, accepted: Ids) -> Ids:
@@ -130,6 +136,19 @@ RECOVERED = {
         "greedy fallbacks",
         "Draw it with weights max(0, p - q).",
         Verifier(recovered=lambda step, accepted: argmax(step.row(step.target, accepted))),
+    ),
+    "recovered_not_normalised": Mistake(
+        "the residual is not divided by its sum: what is missing to 1 goes to the first token, or to the last.",
+        "a reader of the course",
+        "Compare the uniform number, times the sum of the residual, with the cumulative sum.",
+        Verifier(recovered=lambda step, accepted: with_the_rest(residual(step, accepted), 0)),
+        forms=(Verifier(recovered=lambda step, accepted: with_the_rest(residual(step, accepted), -1)),),
+    ),
+    "recovered_with_a_constant": Mistake(
+        f"a constant (here {CONSTANT}) is added to each weight of the residual, also to those that are 0.",
+        "a reader of the course",
+        "Add nothing: a token whose residual is 0, such as the rejected draft, must not be emitted.",
+        Verifier(recovered=lambda step, accepted: residual(step, accepted) + CONSTANT),
     ),
     "recovered_from_logits": Mistake(
         "the recovered token is drawn from the softmax of the difference of the logits.",

@@ -44,6 +44,11 @@ def ratio_of_row(node: Node, weights: Floats, draft: Floats, token: Ids) -> Floa
     return ratio(node, node.target, draft, token)
 
 
+def target_probability(node: Node, weights: Floats, draft: Floats, token: Ids) -> Floats:
+    """Return p(x) of a sibling x: the chance that a fresh draw from the row equals it."""
+    return np.asarray(node.target[np.arange(len(token)), token])
+
+
 def residual(node: Node, weights: Floats, draft: Floats) -> Floats:
     """Return norm(max(0, w - q)), or w if that is 0 everywhere."""
     return normalised(np.maximum(0, weights - draft), weights)
@@ -272,6 +277,13 @@ TREES = {
         "Draw a number for each sibling, or compare one with the running sum of p.",
         *(replace(each, accept=ratio, coin=lambda rank: 0) for each in (REJECTION, TARGET_ONLY)),
     ),
+    "tree_target_drawn_again": of_trees(
+        "the target's token is drawn again for each sibling that it is compared with, and again at the end.",
+        "Draw one token from the target's row at each node, compare it with all siblings, and emit it.",
+        TreeVerifier(
+            accept=target_probability, final=lambda node, weights: node.target, skip_equal=False, uses_q=False
+        ),
+    ),
     "tree_coin_used_again": of_trees(
         "the number that rejected the siblings draws the token after them.",
         "Use a number of its own for each decision.",
@@ -281,7 +293,7 @@ TREES = {
         "the noise of a token belongs to its node, not to its depth, so a later step has it again.",
         "The position of a node's token is that of the step plus the node's depth.",
         Walk(offset=lambda node, depth: node),
-        signature="depths",
+        signature="last tokens",
     ),
     "tree_leaves_the_path": of_trees(
         "the accepted tokens are no path of the tree: each must be a child of the one before.",
