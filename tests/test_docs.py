@@ -332,6 +332,12 @@ def test_the_search_finds_the_residual(server):
         assert not complaints
 
 
+def search_for(tab, words: str) -> None:
+    """Fill the search field at once: typed letter by letter, each prefix is a search whose results come first."""
+    tab.locator("input.md-search__input").fill(words)
+    tab.locator("input.md-search__input").press("End")
+
+
 def test_the_search_finds_pages_before_the_api(server):
     with opened(server) as (tab, _):
         tab.goto(server.address)
@@ -343,9 +349,7 @@ def test_the_search_finds_pages_before_the_api(server):
             "temperature": "",
             "vllm": "use/vllm",
         }.items():
-            # Filled at once and with one key: typed letter by letter, each prefix is a search whose results come first.
-            tab.locator("input.md-search__input").fill(words)
-            tab.locator("input.md-search__input").press("End")
+            search_for(tab, words)
             first = tab.locator(f".md-search-result__item:first-child > a[href*='h={words.split()[0]}']")
             found = first.first.get_attribute("href", timeout=20_000)
             assert page in found, f"{words}: {found}"
@@ -363,8 +367,7 @@ def test_the_search_finds_what_operators_of_engines_ask_for(server):
             "ROCm": "use/vllm",
             "adaptive length": "use/choosing",
         }.items():
-            tab.locator("input.md-search__input").fill(words)
-            tab.locator("input.md-search__input").press("End")
+            search_for(tab, words)
             found = tab.locator(f".md-search-result__item > a[href*='/{page}/']")
             found.first.wait_for(state="attached", timeout=20_000)
 

@@ -89,7 +89,7 @@ def arguments_of(models: Models, how: How, drafts: Ids, states: Ids, seeds: Ids,
 
 
 def arguments_at_nodes(models: Models, how: How, tokens: Ids, states: Ids, seeds: Ids, positions: Ids) -> Arguments:
-    """Look up the rows of both models at each node; padding has rows of node 0, and deepest nodes no draft row."""
+    """Look up the rows of both models at each node; padding has rows of node 0, and nodes at depth K draft rows of zeros."""
     depth = np.maximum(trees.depths(how.parents), 0)
     target = np.stack([models.target[d][states[:, node]] for node, d in enumerate(depth)], axis=1)
     logits = None
@@ -136,16 +136,17 @@ def run(
 ) -> Outcome:
     """Verify one step of many requests, in as few calls as memory allows."""
     parts = []
-    for size in batches(requests, models):
+    for size in batches(requests, models, how):
         parts.append(run_step(subject, models, how, *fresh(size, random), random))
         if tick is not None:
             tick(size)
     return joined(parts)
 
 
-def batches(requests: int, models: Models) -> Iterator[int]:
+def batches(requests: int, models: Models, how: How) -> Iterator[int]:
     """Cut requests into calls: the first is small, so that a mistake shows early."""
-    most = max(1, min(MOST_REQUESTS, MOST_LOGITS // ((models.num_draft_tokens + 1) * models.vocab_size)))
+    rows = len(how.parents) or models.num_draft_tokens + 1
+    most = max(1, min(MOST_REQUESTS, MOST_LOGITS // (rows * models.vocab_size)))
     first = min(16, requests, most)
     yield first
     for start in range(first, requests, most):
@@ -167,8 +168,8 @@ def run_small_calls(
 def run_two_calls(
     subject: Subject, models: Models, how: How, requests: int, random: np.random.Generator, tick: Tick | None = None
 ) -> Ids:
-    """Return the first tokens of two calls, one row a place: [requests, 2]."""
-    size = max(batches(requests, models))
+    """Return the first tokens of two calls of the largest size, one row a place: [size, 2]."""
+    size = max(batches(requests, models, how))
     return np.stack([first_tokens(subject, models, how, size, random, tick) for _ in range(2)], axis=1)
 
 
@@ -176,7 +177,7 @@ def run_equal_sums(
     subject: Subject, models: Models, how: How, requests: int, random: np.random.Generator, tick: Tick | None = None
 ) -> Ids:
     """Return the first tokens of pairs of requests with equal seed + position, all in one call: [pairs, 2]."""
-    pairs = max(1, max(batches(2 * requests, models)) // 2)
+    pairs = max(1, max(batches(2 * requests, models, how)) // 2)
     seeds = random.integers(2**62) + 2 * np.arange(pairs, dtype=np.int64)
     positions = np.repeat(np.array([8, 7]), pairs)
     if tick is not None:
@@ -204,7 +205,7 @@ def run_two_steps(
     The columns are the first token of a step, its accepted drafts and last token as one number, and the next first token.
     """
     tokens: list[Any] = []
-    for size in batches(requests, models):
+    for size in batches(requests, models, how):
         seeds, positions = fresh(size, random)
         one = run_step(subject, models, how, seeds, positions, random)
         two = run_step(subject, models, how, seeds, positions + one.accepted + 1, random)
