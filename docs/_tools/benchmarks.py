@@ -299,28 +299,18 @@ def truncated_table(
     )
 
 
-def rows_table(record: str, kind: str = "request") -> str:
-    """Show times on realistic rows, and their ratio to times on rows without structure."""
-    found: dict[tuple[str, float | None], dict[int, dict[str, Cell]]] = {}
-    for cell in cells(record, kind=kind, dtype="bfloat16"):
-        if cell.drafts in (0, 3):
-            by_count = found.setdefault((cell.title, cell.temperature), {})
-            by_count.setdefault(cell.count, {})[cell.rows] = cell
-    both = {key: {n: of for n, of in each.items() if len(of) == 2} for key, each in found.items()}
-    counts = sorted({count for each in both.values() for count in each})
-
-    def content(of: dict[str, Cell]) -> str:
-        times = [of[rows].values["device_us"]["median"] for rows in ("peaked", "realistic")]
-        commit = one_commit(*of.values()).of_commit
-        return f"{shown(times[1])}{commit} ({times[1] / times[0] - 1:+.0%})"
-
-    table = [
-        [title, f"{temperature:g}", *[content(each[count]) if count in each else "" for count in counts]]
-        for (title, temperature), each in both.items()
-        if each
+def adjustments_table(record: str) -> str:
+    """Compare steps with kinds of adjustments, as `probabilistic / strict`."""
+    times: dict[str, dict[int, dict[str, str]]] = {}
+    for cell in cells(record, kind="adjustments"):
+        method, _, kind = cell.provider.partition(", ")
+        times.setdefault(kind, {}).setdefault(cell.count, {})[method] = device_time(cell.values) + cell.of_commit
+    counts = list(dict.fromkeys(count for by_count in times.values() for count in by_count))
+    rows = [
+        [kind, *[f"{by_count[count]['probabilistic']} / {by_count[count]['strict']}" for count in counts]]
+        for kind, by_count in times.items()
     ]
-    what = "row" if kind == "row" else "request"
-    return html_table(["", "T", *[f"{count:,} {what}{'s' * (count > 1)}" for count in counts]], table, text_columns=2)
+    return html_table(["Requests", *[f"{count:,}" for count in counts]], rows)
 
 
 def packed_table(record: str) -> str:
@@ -624,7 +614,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "summary": summary_table,
     "served": served_table,
     "truncated": truncated_table,
-    "rows": rows_table,
+    "adjustments": adjustments_table,
     "packed": packed_table,
     "in vLLM": in_vllm_table,
     "truncation in vLLM": truncation_in_vllm_table,
