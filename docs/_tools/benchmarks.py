@@ -6,7 +6,7 @@
     ```
 
     takes `#!measured h200; 256, 3, 0.7; triton` and is `#!ratio h200; 8, 3, 0.7; straightforward / h200; 8, 3, 0.7; triton`
-    as fast
+    as fast; tokens a second change by `#!range gains; h200-serving-real; n-gram; greedy`
 
 The build fails if a record lacks a number, or if a difference or ratio mixes times of this package at two commits.
 
@@ -59,6 +59,35 @@ def ratio_inline(source: str, language: str, css_class: str, md: Any) -> str:
         return f"{float(look_up(above)) / float(look_up(below)):.1f}"
     except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
         raise InlineHiliteException(f"ratio: {source!r}: {error!r}") from error
+
+
+def range_inline(source: str, language: str, css_class: str, md: Any) -> str:
+    """Return the smallest and the largest of several numbers of a record, in percent."""
+    try:
+        what, *where = (part.strip() for part in source.split(";"))
+        values = RANGES[what](*where)
+        return f"{round(100 * min(values))} to {round(100 * max(values))}&nbsp;%"
+    except (LookupError, TypeError, ValueError) as error:
+        raise InlineHiliteException(f"range: {source!r}: {error!r}") from error
+
+
+def gains(record: str, drafter: str, sampling: str) -> list[float]:
+    """Return the relative changes of tokens a second in an engine, of greedy or of sampled requests."""
+    return [
+        cell["ratio"] - 1
+        for cell in load(record)["cells"]
+        if cell.get("drafter", load(record).get("draft")) == drafter
+        and (cell["sampling"] == "greedy") == (sampling == "greedy")
+    ]
+
+
+def spreads(record: str, kind: str, value: str) -> list[float]:
+    """Return the interquartile ranges of a time, relative to its medians."""
+    times = [cell.values[value] for cell in cells(record, kind=kind) if value in cell.values]
+    return [time["iqr"] / time["median"] for time in times]
+
+
+RANGES: dict[str, Callable[..., list[float]]] = {"gains": gains, "spreads": spreads}
 
 
 def shown(value: float) -> str:
@@ -386,6 +415,90 @@ def logprobs_table(record: str, method: str, kind: str = "log-probabilities") ->
     )
 
 
+SMALL = "one program a request", "blocks, two launches", "production"
+
+
+def small_kernels_table(record: str) -> str:
+    """Compare the kernels of `reference/kernels/` with those of production."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    found = cells(record, kind="small kernels")
+    for cell in sorted(found, key=lambda cell: (cell.count, cell.temperature)):
+        method, _, way = cell.provider.partition(", ")
+        method = method if method == "greedy" else f"`{method}`"
+        rows.setdefault((f"{cell.count:,}", method), {})[way] = device_time(cell.values) + cell.of_commit
+    return html_table(
+        ["requests", "method", *SMALL], [[*key, *[row[way] for way in SMALL]] for key, row in rows.items()], 2
+    )
+
+
+ADJUSTMENTS = {
+    "none": "without adjustments",
+    "penalties of one request": "one of them has all three penalties",
+    "penalties": "all have them: half of the tokens in the prompt, 5 % emitted",
+    "biases": "32 biases each",
+    "masks": "a mask for each row",
+    "a copy, penalties": "rows with penalties copied by PyTorch, in float32, then verified",
+}
+
+
+def adjustments_table(record: str) -> str:
+    """Show steps with adjustments, `probabilistic / strict`."""
+    found = cells(record, kind="adjustments", rows="peaked")
+    times = {(cell.count, cell.provider): device_time(cell.values) + cell.of_commit for cell in found}
+    counts = list(dict.fromkeys(cell.count for cell in found))
+    rows = [
+        [title, *[f"{times[count, f'probabilistic, {of}']} / {times[count, f'strict, {of}']}" for count in counts]]
+        for of, title in ADJUSTMENTS.items()
+    ]
+    return html_table(["requests", *[f"{count:,}" for count in counts]], rows)
+
+
+def tree_times(record: str, groups: str) -> dict[tuple[str, ...], dict[str, str]]:
+    """Return the times of a record of trees: by the groups of a pattern, then by provider."""
+    found = {}
+    for group, providers in load(record)["results"].items():
+        if match := re.match(groups, group):
+            found[match.groups()] = {
+                name: device_time(values) + f"^{values.get('commit', load(record)['commit'])[:7]}^"
+                for name, values in providers.items()
+            }
+    return found
+
+
+def trees_table(record: str) -> str:
+    """Compare verifications of trees, whole rows, then truncated ones."""
+    ways = {"tree": "`tree`", "SGLang": "SGLang", "softmax, then walk": "PyTorch"}
+    found = tree_times(record, r"trees of (\d+) nodes and depth (\d+), ([\d,]+) requests")
+    rows = [
+        [f"{count}, {nodes}, {depth}", *[times.get(f"{way}, {of}", "") for of in ("plain", "top-p .95") for way in ways]]
+        for (nodes, depth, count), times in found.items()
+    ]
+    head = ["Requests, nodes, depth", *ways.values(), *[f"{way}, top-p" for way in ways.values()]]
+    return html_table(head, rows)
+
+
+def siblings_table(record: str, count: str = "256") -> str:
+    """Show the drafting of siblings, of whole rows and of truncated ones."""
+    widths = "one token", "2 siblings", "4 siblings", "8 siblings"
+    times = tree_times(record, f"siblings, ({count}) rows")[count,]
+    rows = [
+        [title, *[times[width + of] for width in widths]]
+        for title, of in (("whole rows", ""), ("top-p .95", ", top-p .95"))
+    ]
+    return html_table(["", *widths], rows)
+
+
+def lengths_table(record: str) -> str:
+    """Compare planned draft lengths with fixed ones, in seconds."""
+    rows = [
+        [text, *[f"{times[way]:.2f}" for way in ("best fixed", "4", "planned")], f"{times['planned'] / times['best fixed']:.2f}"]
+        for text, times in load(record)["results"].items()
+    ]
+    return html_table(
+        ["models, text", "best fixed length", "4, the default", "planned", "planned / best fixed"], rows
+    )
+
+
 def share_table(record: str, billions: str, terabytes: str, teraflops: str, temperature: str = "0.7") -> str:
     """Compare verification with the least time of the target's call: reading the weights, or computing with them.
 
@@ -637,6 +750,11 @@ TABLES: dict[str, Callable[..., str]] = {
     "reading": reading_table,
     "cpu": cpu_table,
     "shards": shards_table,
+    "small kernels": small_kernels_table,
+    "adjustments": adjustments_table,
+    "trees": trees_table,
+    "siblings": siblings_table,
+    "lengths": lengths_table,
 }
 
 PLOTS: dict[str, Callable[..., str]] = {
