@@ -470,7 +470,10 @@ def trees_table(record: str) -> str:
     ways = {"tree": "`tree`", "SGLang": "SGLang", "softmax, then walk": "PyTorch"}
     found = tree_times(record, r"trees of (\d+) nodes and depth (\d+), ([\d,]+) requests")
     rows = [
-        [f"{count}, {nodes}, {depth}", *[times.get(f"{way}, {of}", "") for of in ("plain", "top-p .95") for way in ways]]
+        [
+            f"{count}, {nodes}, {depth}",
+            *[times.get(f"{way}, {of}", "") for of in ("plain", "top-p .95") for way in ways],
+        ]
         for (nodes, depth, count), times in found.items()
     ]
     head = ["Requests, nodes, depth", *ways.values(), *[f"{way}, top-p" for way in ways.values()]]
@@ -491,12 +494,14 @@ def siblings_table(record: str, count: str = "256") -> str:
 def lengths_table(record: str) -> str:
     """Compare planned draft lengths with fixed ones, in seconds."""
     rows = [
-        [text, *[f"{times[way]:.2f}" for way in ("best fixed", "4", "planned")], f"{times['planned'] / times['best fixed']:.2f}"]
+        [
+            text,
+            *[f"{times[way]:.2f}" for way in ("best fixed", "4", "planned")],
+            f"{times['planned'] / times['best fixed']:.2f}",
+        ]
         for text, times in load(record)["results"].items()
     ]
-    return html_table(
-        ["models, text", "best fixed length", "4, the default", "planned", "planned / best fixed"], rows
-    )
+    return html_table(["models, text", "best fixed length", "4, the default", "planned", "planned / best fixed"], rows)
 
 
 def share_table(record: str, billions: str, terabytes: str, teraflops: str, temperature: str = "0.7") -> str:
