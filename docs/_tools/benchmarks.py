@@ -132,30 +132,32 @@ def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], text_columns:
     return f"<table><thead>{row('th', head)}</thead><tbody>{body}</tbody></table>{commits}"
 
 
-def by_shape(
-    results: list[Cell], first: str, show: Callable[[dict[str, Any]], str], leave_out: Iterable[str] = ()
-) -> str:
+def pivot(head: list[str], found: Iterable[tuple[tuple[str, ...], str, str]], text_columns: int = 1) -> str:
+    """Return a table of numbers, each given with the first cells of its row and the head of its column."""
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for first, column, content in found:
+        rows.setdefault(first, {})[column] = content
+        columns[column] = None
+    if not rows:
+        raise LookupError("no cell holds what is to be shown")
+    table = [[*first, *[row.get(column, "") for column in columns]] for first, row in rows.items()]
+    return html_table([*head, *columns], table, text_columns)
+
+
+def by_shape(results: list[Cell], first: str, show: Callable[[dict[str, Any]], str]) -> str:
     """Return a table of cells: a row for each provider, a column for each number of requests and drafts.
 
     There are more providers than sizes of batches, and their names are long: as columns they would not fit a page.
     """
-    rows: dict[str, dict[str, str]] = {}
-    columns: dict[str, None] = {}
+    found = []
     for cell in results:
-        if cell.provider in leave_out:
-            continue
         try:
             content = show(cell.values) + cell.of_commit
         except KeyError:
             continue
-        key = shape(cell) if cell.kind != "row" else f"{cell.count:,}"
-        columns[key] = None
-        rows.setdefault(cell.title, {})[key] = content
-    if not rows:
-        raise LookupError("no cell holds what is to be shown")
-    return html_table(
-        [first, *columns], ([title, *(row.get(key, "") for key in columns)] for title, row in rows.items())
-    )
+        found.append(((cell.title,), shape(cell) if cell.kind != "row" else f"{cell.count:,}", content))
+    return pivot([first], found)
 
 
 def shape(cell: Cell) -> str:
@@ -372,17 +374,13 @@ def packed_table(record: str) -> str:
 
 def in_vllm_table(record: str, show: str = "device_us") -> str:
     """Compare verifications in vLLM's classes: a row for each number of requests and kind of drafts and truncation."""
-    rows: dict[tuple[str, str], dict[str, str]] = {}
+    found = []
     for cell in cells(record, kind="in vLLM"):
         provider, _, what = cell.provider.partition(", ")
-        row = rows.setdefault((f"{cell.count:,}", what.removesuffix(", plain")), {})
-        row["vLLM" if provider == "vllm" else f"`{provider}`"] = shown(cell.values[show]["median"]) + cell.of_commit
-    titles = list(dict.fromkeys(title for row in rows.values() for title in row))
-    return html_table(
-        ["Requests", "Drafts", *titles],
-        [[*key, *[row.get(title, "") for title in titles]] for key, row in rows.items()],
-        text_columns=2,
-    )
+        title = "vLLM" if provider == "vllm" else f"`{provider}`"
+        content = shown(cell.values[show]["median"]) + cell.of_commit
+        found.append(((f"{cell.count:,}", what.removesuffix(", plain")), title, content))
+    return pivot(["Requests", "Drafts"], found, text_columns=2)
 
 
 def truncation_in_vllm_table(record: str) -> str:
@@ -405,30 +403,25 @@ def logprobs_table(record: str, method: str, kind: str = "log-probabilities") ->
     found = cells(record, kind=kind, rows="realistic")
     results = [cell for cell in found if cell.provider.rpartition(", ")[0] == method]
     results.sort(key=lambda cell: (cell.count, cell.drafts, cell.temperature))
-    kinds = list(dict.fromkeys(cell.provider.rpartition(", ")[2] for cell in results))
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    for cell in results:
-        row = rows.setdefault((shape(cell), f"{cell.temperature:g}"), {})
-        row[cell.provider.rpartition(", ")[2]] = device_time(cell.values) + cell.of_commit
-    return html_table(
-        ["Requests, drafts", "T", *kinds], [[*key, *[row.get(kind, "") for kind in kinds]] for key, row in rows.items()]
-    )
-
-
-SMALL = "one program a request", "blocks, two launches", "production"
+    numbers = [
+        (
+            (shape(cell), f"{cell.temperature:g}"),
+            cell.provider.rpartition(", ")[2],
+            device_time(cell.values) + cell.of_commit,
+        )
+        for cell in results
+    ]
+    return pivot(["Requests, drafts", "T"], numbers)
 
 
 def small_kernels_table(record: str) -> str:
     """Compare the kernels of `reference/kernels/` with those of production."""
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    found = cells(record, kind="small kernels")
-    for cell in sorted(found, key=lambda cell: (cell.count, cell.temperature)):
+    found = []
+    for cell in sorted(cells(record, kind="small kernels"), key=lambda cell: (cell.count, cell.temperature)):
         method, _, way = cell.provider.partition(", ")
         method = method if method == "greedy" else f"`{method}`"
-        rows.setdefault((f"{cell.count:,}", method), {})[way] = device_time(cell.values) + cell.of_commit
-    return html_table(
-        ["requests", "method", *SMALL], [[*key, *[row[way] for way in SMALL]] for key, row in rows.items()], 2
-    )
+        found.append(((f"{cell.count:,}", method), way, device_time(cell.values) + cell.of_commit))
+    return pivot(["requests", "method"], found, text_columns=2)
 
 
 ADJUSTMENTS = {
