@@ -330,28 +330,18 @@ def truncated_table(
     )
 
 
-def rows_table(record: str, kind: str = "request") -> str:
-    """Show times on realistic rows, and their ratio to times on rows without structure."""
-    found: dict[tuple[str, float | None], dict[int, dict[str, Cell]]] = {}
-    for cell in cells(record, kind=kind, dtype="bfloat16"):
-        if cell.drafts in (0, 3):
-            by_count = found.setdefault((cell.title, cell.temperature), {})
-            by_count.setdefault(cell.count, {})[cell.rows] = cell
-    both = {key: {n: of for n, of in each.items() if len(of) == 2} for key, each in found.items()}
-    counts = sorted({count for each in both.values() for count in each})
-
-    def content(of: dict[str, Cell]) -> str:
-        times = [of[rows].values["device_us"]["median"] for rows in ("peaked", "realistic")]
-        commit = one_commit(*of.values()).of_commit
-        return f"{shown(times[1])}{commit} ({times[1] / times[0] - 1:+.0%})"
-
-    table = [
-        [title, f"{temperature:g}", *[content(each[count]) if count in each else "" for count in counts]]
-        for (title, temperature), each in both.items()
-        if each
+def adjustments_table(record: str) -> str:
+    """Compare steps with kinds of adjustments, as `probabilistic / strict`."""
+    times: dict[str, dict[int, dict[str, str]]] = {}
+    for cell in cells(record, kind="adjustments"):
+        method, _, kind = cell.provider.partition(", ")
+        times.setdefault(kind, {}).setdefault(cell.count, {})[method] = device_time(cell.values) + cell.of_commit
+    counts = list(dict.fromkeys(count for by_count in times.values() for count in by_count))
+    rows = [
+        [kind, *[f"{by_count[count]['probabilistic']} / {by_count[count]['strict']}" for count in counts]]
+        for kind, by_count in times.items()
     ]
-    what = "row" if kind == "row" else "request"
-    return html_table(["", "T", *[f"{count:,} {what}{'s' * (count > 1)}" for count in counts]], table, text_columns=2)
+    return html_table(["Requests", *[f"{count:,}" for count in counts]], rows)
 
 
 def packed_table(record: str) -> str:
@@ -422,28 +412,6 @@ def small_kernels_table(record: str) -> str:
         method = method if method == "greedy" else f"`{method}`"
         found.append(((f"{cell.count:,}", method), way, device_time(cell.values) + cell.of_commit))
     return pivot(["requests", "method"], found, text_columns=2)
-
-
-ADJUSTMENTS = {
-    "none": "without adjustments",
-    "penalties of one request": "one of them has all three penalties",
-    "penalties": "all have them: half of the tokens in the prompt, 5 % emitted",
-    "biases": "32 biases each",
-    "masks": "a mask for each row",
-    "a copy, penalties": "rows with penalties copied by PyTorch, in float32, then verified",
-}
-
-
-def adjustments_table(record: str) -> str:
-    """Show steps with adjustments, `probabilistic / strict`."""
-    found = cells(record, kind="adjustments", rows="peaked")
-    times = {(cell.count, cell.provider): device_time(cell.values) + cell.of_commit for cell in found}
-    counts = list(dict.fromkeys(cell.count for cell in found))
-    rows = [
-        [title, *[f"{times[count, f'probabilistic, {of}']} / {times[count, f'strict, {of}']}" for count in counts]]
-        for of, title in ADJUSTMENTS.items()
-    ]
-    return html_table(["requests", *[f"{count:,}" for count in counts]], rows)
 
 
 def tree_times(record: str, groups: str) -> dict[tuple[str, ...], dict[str, str]]:
@@ -735,7 +703,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "summary": summary_table,
     "served": served_table,
     "truncated": truncated_table,
-    "rows": rows_table,
+    "adjustments": adjustments_table,
     "packed": packed_table,
     "in vLLM": in_vllm_table,
     "truncation in vLLM": truncation_in_vllm_table,
@@ -749,7 +717,6 @@ TABLES: dict[str, Callable[..., str]] = {
     "cpu": cpu_table,
     "shards": shards_table,
     "small kernels": small_kernels_table,
-    "adjustments": adjustments_table,
     "trees": trees_table,
     "siblings": siblings_table,
     "lengths": lengths_table,

@@ -33,7 +33,7 @@ GROUP = re.compile(
     r"(?P<vocab>[\d,]+) tokens, (?P<dtype>\w+)(, T = (?P<temperature>[\d.]+))?(, (?P<rows>\w+ rows|rows [\w ]+))?"
 )
 
-ROWS = {None: "peaked", "rows without structure": "peaked", "rows of SmolLM2": "real"}
+ROWS = {None: "", "rows of SmolLM2": "real"}
 """The kinds of rows by their names in groups; other kinds have names like "flat rows"."""
 
 TITLES = {
@@ -125,7 +125,7 @@ def all_cells(name: str) -> Iterator[Cell]:
                 None if temperature is None else float(temperature),
                 provider,
                 values,
-                ROWS.get(match["rows"]) or match["rows"].removesuffix(" rows"),
+                ROWS[match["rows"]] if match["rows"] in ROWS else match["rows"].removesuffix(" rows"),
                 commit and commit[:7],
             )
 
