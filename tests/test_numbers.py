@@ -421,3 +421,8 @@ def test_each_measured_number_of_a_page_equals_its_record(page):
 def test_a_number_without_a_record_is_found():
     text = "Takes 3 µs, 1.2 times as long and `5 ms`.\nIn ms:\n\n| a | b |\n|--:|--:|\n| 1 | 2.5/3 |\n"
     assert [text[slice(*found.span())].strip() for found in quantities(text)] == ["3 µs", "1.2 times as", "1", "2.5/3"]
+
+
+@pytest.mark.skipif(not (ROOT / "docs").exists(), reason="not in a checkout")
+def test_every_page_with_measured_numbers_exists():
+    assert {*MEASURED, *NOT_MEASURED} <= set(PAGES)
