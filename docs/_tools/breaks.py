@@ -7,7 +7,7 @@ from markdown.extensions import Extension
 from markdown.postprocessors import Postprocessor
 
 INLINE_CODE = re.compile(r"(?<!</span>)<code>[^<]+</code>")  # the code of a block follows an empty span
-LONG_NAME = re.compile(r"[\w./]{18,}")
+LONG_NAME = re.compile(r"[\w./]{17,}")
 INTERVAL = re.compile(r"\([\d.]+–[\d.]+\)(?=</td>)")
 
 
@@ -21,8 +21,8 @@ class BreakProcessor(Postprocessor):
 
 
 def breakable(name: re.Match[str]) -> str:
-    """Return a name with a `<wbr>` inside, after every underscore, dot and slash."""
-    return re.sub(r"(?<=\w)([_./])(?=\w)", r"\1<wbr>", name[0])
+    """Return a name with a `<wbr>` after every underscore, slash and dot, but whole file names."""
+    return re.sub(r"(?<=\w)([_/]|\.(?!py|md|json))(?=\w)", r"\1<wbr>", name[0])
 
 
 class BreakExtension(Extension):
