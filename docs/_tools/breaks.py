@@ -21,7 +21,11 @@ class BreakProcessor(Postprocessor):
 
 
 def breakable(name: re.Match[str]) -> str:
-    """Return a name with a `<wbr>` after every underscore, slash and dot, but whole file names."""
+    """Return a name with a `<wbr>` after every underscore, slash and dot, but whole file names.
+
+    >>> breakable(LONG_NAME.match("tests/check_servers.py"))
+    'tests/<wbr>check_<wbr>servers.py'
+    """
     return re.sub(r"(?<=\w)([_/]|\.(?!py|md|json))(?=\w)", r"\1<wbr>", name[0])
 
 
