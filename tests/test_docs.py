@@ -350,6 +350,16 @@ def test_the_search_finds_the_residual(server):
         assert not complaints
 
 
+def test_the_copy_button_copies_code_as_it_is(server):
+    with opened(server) as (tab, _):
+        tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        tab.goto(server.address + "learn/drafting/")
+        code = tab.locator(".md-typeset pre > code").first
+        code.hover()
+        tab.locator(".md-typeset pre > nav button").first.click()
+        assert tab.evaluate("navigator.clipboard.readText()") == code.text_content().rstrip("\n")
+
+
 def search_for(tab, words: str) -> None:
     """Fill the search field at once: typed letter by letter, each prefix is a search whose results come first."""
     tab.locator("input.md-search__input").fill(words)
