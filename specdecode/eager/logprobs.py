@@ -9,7 +9,7 @@ from specdecode.batch import Logprobs
 from specdecode.eager.greedy import argmax
 from specdecode.eager.inputs import Inputs
 from specdecode.eager.probabilistic import logprobs
-from specdecode.eager.selection import by_kind
+from specdecode.eager.selection import by_greedy
 from specdecode.eager.truncation import RowSampling
 
 
@@ -37,5 +37,5 @@ def emitted_logprobs(inputs: Inputs, raw_logits: Any, token_ids: Tensor, of: Log
 
     logits, greedy = (raw_logits, False) if is_raw else (inputs.target_logits, inputs.greedy)
     tensors = logits, token_ids.clamp(min=0), sampling.at(slice(None), None)
-    (result,) = by_kind(greedy, by_softmax, of_point_mass, logits.shape[1:].numel(), *tensors)
+    (result,) = by_greedy(greedy, by_softmax, of_point_mass, logits.shape[1:].numel(), *tensors)
     return result.masked_fill(token_ids < 0, torch.nan).to(torch.float32)
