@@ -236,7 +236,7 @@ def verify(
 
 
 def for_warmup(shard: VocabShard, batch: VerificationBatch) -> VerificationBatch:
-    """Return a batch of one request, of zeros, like those that verify this rank's requests; every rank exchanges rows."""
+    """Return a batch of one request, of zeros, like the batches that this rank verifies; every rank exchanges rows."""
 
     def exchange(columns: Tensor) -> Tensor:
         return shard.own_rows(columns.new_zeros(shard.group.size(), *columns.shape[1:]))

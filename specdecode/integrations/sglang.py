@@ -223,7 +223,7 @@ class EagleSample:
         return results
 
     def draws_drafts(self) -> bool:
-        """Return whether SGLang draws drafts, and the method needs their probabilities."""
+        """Return whether SGLang draws drafts from probabilities that the method needs."""
         return self.verifier.method != "strict" and bool(self.engine.settings().speculative_use_rejection_sampling)
 
     def why_not(self, step: StepInputs) -> str | None:

@@ -188,7 +188,7 @@ class TokenSampling:
         return {"temperature": self.slot_values().temperature}
 
     def truncated(self) -> dict[str, Any]:
-        """Return the sampling arguments with all truncation; each combination would need its own kernels."""
+        """Return the sampling arguments with all three limits, because each combination would need its own kernels."""
         values = self.slot_values()
         return {name: getattr(values, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
