@@ -120,8 +120,8 @@ def unchecked(
 ) -> VerificationBatch:
     """Return the batch that a sampler passes to a backend after checking these arguments.
 
-    The arguments are as for `check_verification`. All or none of `top_k`, `top_p` and `min_p` are given, `draft_sampling` has
-    only a temperature, and `others` are fields of the batch.
+    The arguments are as for `check_verification`. All or none of `top_k`, `top_p` and `min_p` are given. `draft_sampling`
+    has only a temperature. `others` are fields of the batch.
     """
     absent = {"draft_logits": None, "draft_logsumexp": None, "positions": None}
     rows = None
