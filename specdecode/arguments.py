@@ -755,11 +755,6 @@ def check_tensor(
     check_type(name, tensor, dtypes)
     if tensor.shape != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
-    check_device(name, tensor, device)
-
-
-def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Raise unless `tensor` is on this device."""
     if tensor.device != device:
         raise ValueError(f"{name}: expected on {device}, where the logits are, got {tensor.device}")
 

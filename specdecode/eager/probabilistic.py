@@ -50,12 +50,6 @@ def logprobs(
     return result.squeeze(-1), is_empty
 
 
-def logprob_difference(target_logprob: Tensor, draft_logprob: Tensor) -> Tensor:
-    """Return log(p(x) / q(x)), given both logarithms; -inf where p(x) or q(x) is 0."""
-    difference = target_logprob - draft_logprob
-    return difference.nan_to_num_(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
-
-
 def log_ratio(
     target: Tensor,
     draft: Tensor | None,
@@ -74,7 +68,8 @@ def log_ratio(
     (target_logprob, draft_logprob), is_empty = logprobs((target, draft), token_ids, (sampling, draft_sampling), greedy)
     if greedy is not None:
         draft_logprob = draft_logprob.masked_fill(greedy, 0)
-    return logprob_difference(target_logprob, draft_logprob), is_empty
+    ratio = target_logprob - draft_logprob
+    return ratio.nan_to_num_(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf), is_empty
 
 
 def log_ratios(inputs: Inputs) -> tuple[Tensor, Tensor]:

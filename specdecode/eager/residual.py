@@ -20,16 +20,6 @@ def log_difference(target: Tensor, draft: Tensor, target_max: Tensor, draft_max:
     return difference.clamp_(-3e38, 3e38).nan_to_num_(nan=0)
 
 
-def weight_change(weights: Tensor, difference: Tensor) -> Tensor:
-    """Return w (exp(D) - 1), precise where D is small, and NaN where |D| > 1."""
-    return difference.expm1().mul_(weights).masked_fill_(difference.abs() > 1, torch.nan)
-
-
-def weight_left(weights: Tensor, difference: Tensor, log_sum_ratio: Tensor, log_running_ratio: Tensor) -> Tensor:
-    """Return w max(0, 1 - exp(D - s)), where s = log_sum_ratio + log_running_ratio; may overwrite D."""
-    return difference.sub_(log_sum_ratio + log_running_ratio).clamp_(max=0).expm1_().neg_().mul_(weights)
-
-
 class Comparison(NamedTuple):
     """The inputs of the residuals of rows, for any c: max(0, c p - q) = c p max(0, 1 - q / (c p)).
 
@@ -49,9 +39,9 @@ class Comparison(NamedTuple):
     """[...] log(sum of the draft's weights / sum of the target's), infinite if the draft row is a point mass."""
 
     def residual_weights(self, log_running_ratio: Tensor) -> Tensor:
-        """Return max(0, c p - q) and c p, both scaled by one factor; may overwrite the difference."""
-        ratios = self.log_sum_ratio[..., None], log_running_ratio[..., None]
-        return weight_left(self.target_weights, self.difference, *ratios)
+        """Return w max(0, 1 - q / (c p)), given the target's weights w; overwrites the difference."""
+        log_quotient = self.difference.sub_((self.log_sum_ratio + log_running_ratio)[..., None])  # log(q / (c p))
+        return log_quotient.clamp_(max=0).expm1_().neg_().mul_(self.target_weights)
 
 
 def log_sum_ratio(target_sum: Tensor, draft_sum: Tensor, change: Tensor | None) -> Tensor:
@@ -83,7 +73,8 @@ def compare(rows: Rows, temperature: Tensor) -> tuple[Comparison, Tensor]:
         sums[-1] += rows.outside
     change = None
     if not on_host(difference) or bool((difference.abs().amax(dim=-1) <= 1).any()):
-        change = block_sums(weight_change(weights[0], difference)).sum(dim=-1)
+        changes = difference.expm1().mul_(weights[0]).masked_fill_(difference.abs() > 1, torch.nan)  # w (exp(D) - 1)
+        change = block_sums(changes).sum(dim=-1)
         if rows.outside is not None:
             change = change.masked_fill(rows.outside > 0, torch.nan)
     ratio = log_sum_ratio(sums[0], sums[1], change)

@@ -260,14 +260,10 @@ def warm_up(name: str, batch: VerificationBatch, schedule: AcceptanceSchedule | 
     batches = [batch]
     if batch.packing is None:  # in a packed call requests may have fewer drafts
         most = batch.draft_token_ids.shape[1]
-        # One number of drafts for each value of MAX_DRAFTS, see `bundles.size_constants`.
-        numbers = [2**i - 1 for i in range(MIN_DRAFTS.bit_length() - 1, most.bit_length())]
-        batches = [with_fewer_drafts(batch, number) for number in {0, min(most, 1), *numbers, most}]
+        # The largest number of drafts for each value of MAX_DRAFTS, see `bundles.size_constants`.
+        largest = [2**i - 1 for i in range(MIN_DRAFTS.bit_length() - 1, most.bit_length())]
+        numbers = {0, min(most, 1), *largest, most}
+        batches = [select(batch, draft=slice(number), row=slice(number + 1)) for number in numbers]
     ways = [{"large": False, "many": False}, {"large": False, "many": True}, {"large": True, "many": False}]
     steps = [functools.partial(verify, name, each, schedule, **way) for each in batches for way in ways]
     compile_ahead(steps)
-
-
-def with_fewer_drafts(batch: VerificationBatch, num_draft_tokens: int) -> VerificationBatch:
-    """Return the batch of the first drafts of each request."""
-    return select(batch, draft=slice(num_draft_tokens), row=slice(num_draft_tokens + 1))

@@ -103,7 +103,8 @@ def plan_step(structure: Structure) -> Plan:
     )
     given = inputs, workspace, sizes
     if workspace.draft_ids_ptr is not None:
-        add_mapping(plan, given, overlaps)
+        programs = f"-(-vocab_size // {SPAN.value})"
+        plan.add(map_kernel, programs, (*given, Mapping(overlaps)), num_warps=8, follows=False)
     add_reading(plan, structure, given, decide)
     if structure.truncates:
         add_truncation(plan, given, published)
@@ -152,12 +153,6 @@ def decision_while_reading(structure: Structure) -> Any:
         return None
     method = structure.method
     return method.decide_before_truncation if structure.truncates else method.decide_while_reading
-
-
-def add_mapping(plan: Plan, given: Given, overlaps: bool) -> None:
-    """Add the launch that maps the target's tokens to the draft's ids."""
-    programs = f"-(-vocab_size // {SPAN.value})"
-    plan.add(map_kernel, programs, (*given, Mapping(overlaps)), num_warps=8, follows=False)
 
 
 def add_block_decision(plan: Plan, given: Given, sums_all: bool) -> None:
