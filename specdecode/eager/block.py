@@ -48,7 +48,7 @@ def acceptance_probability(log_running_ratio: Tensor, mass: Tensor) -> Tensor:
 
 
 def acceptance_probabilities(inputs: Inputs, log_running_ratio: Tensor, log_ratio: Tensor) -> Tensor:
-    """Return h_i of all i < K, given log c_i, and log(p(x) / q(x)) of the next draft."""
+    """Return h_i of all i < K, given log c_i and log(p(x) / q(x)) of the draft after the first i."""
     if inputs.draft_logits is None:  # A = c (1 - p(x)) of the draft x at that row
         return acceptance_probability(log_running_ratio, log_running_ratio.exp() * -log_ratio.expm1())
 
@@ -66,13 +66,7 @@ def acceptance_probabilities(inputs: Inputs, log_running_ratio: Tensor, log_rati
 
 
 def longest_accepted(inputs: Inputs, log_running_ratios: Tensor, log_ratios: Tensor) -> Tensor:
-    """Return the largest i with eta_i <= h_i, [batch] int64, or 0.
-
-    Args:
-        inputs: the batch.
-        log_running_ratios: [batch, num_draft_tokens] log c_i.
-        log_ratios: [batch, num_draft_tokens] log(p(x_i) / q(x_i)).
-    """
+    """Return the largest i with eta_i <= h_i, [batch] int64, or 0, given log c_i and log(p(x_i) / q(x_i)) of all drafts."""
     num_drafts, counts = inputs.num_drafts[:, None], inputs.offsets[1:]
     log_uniforms = inputs.log_uniforms(fresh=True)
     accepted = (log_uniforms <= log_running_ratios) & (counts <= num_drafts)

@@ -14,16 +14,9 @@ from specdecode.eager.truncation import RowSampling
 
 
 def emitted_logprobs(inputs: Inputs, raw_logits: Any, token_ids: Tensor, of: Logprobs) -> Tensor:
-    """Return the log-probability of each emitted token, NaN after the last.
+    """Return the log-probability of each emitted token, [batch, num_draft_tokens + 1] float32, NaN where the id is -1.
 
-    Args:
-        inputs: the batch.
-        raw_logits: [batch, num_draft_tokens + 1, vocab] target logits, not adjusted.
-        token_ids: [batch, num_draft_tokens + 1] int64, -1 after the last token.
-        of: `"processed"` or `"raw"`.
-
-    Returns:
-        [batch, num_draft_tokens + 1] float32.
+    `raw_logits` are the target's, [batch, num_draft_tokens + 1, vocab], not adjusted.
     """
     is_raw = of == "raw"
     sampling = RowSampling(torch.ones_like(inputs.temperature)) if is_raw else inputs.sampling

@@ -160,9 +160,7 @@ def emit(inputs: Inputs, num_accepted: Tensor, log_running_ratio: Tensor | None 
 def verify(inputs: Inputs, scheduled: Tensor | None = None) -> SamplerOutput:
     """Accept drafts by likelihood ratio up to the first rejection; then emit a recovered or bonus token.
 
-    Args:
-        inputs: the batch.
-        scheduled: [batch, num_draft_tokens] bool, scheduled accept decisions that replace the computed ones, or None.
+    `scheduled`, [batch, num_draft_tokens] bool, replaces the computed accept decisions.
     """
     ratios, is_empty = log_ratios(inputs)
     accepted = accepts(inputs.log_uniforms(), ratios) if scheduled is None else scheduled

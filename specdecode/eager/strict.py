@@ -64,9 +64,7 @@ def sample(
 def verify(inputs: Inputs, scheduled: Tensor | None = None) -> SamplerOutput:
     """Accept drafts while each is the target's own sample; then emit the target's own sample.
 
-    Args:
-        inputs: the batch.
-        scheduled: [batch, num_draft_tokens] bool, scheduled accept decisions that replace the computed ones, or None.
+    `scheduled`, [batch, num_draft_tokens] bool, replaces the computed accept decisions.
     """
     token_ids, _, is_empty, *_ = sample(
         inputs.target_logits,

@@ -16,13 +16,9 @@ from specdecode.eager.truncation import RowSampling, read
 
 
 def with_lists(inputs: Inputs, raw_logits: Any, output: SamplerOutput, batch: VerificationBatch) -> SamplerOutput:
-    """Return the output with the requested lists for the rows of its tokens.
+    """Return the output with the lists that the batch requests, for the rows of its tokens.
 
-    Args:
-        inputs: the batch.
-        raw_logits: [batch, num_draft_tokens + 1, vocab] target logits, not adjusted.
-        output: the output without lists.
-        batch: defines which lists are requested.
+    `raw_logits` are the target's, [batch, num_draft_tokens + 1, vocab], not adjusted.
     """
     is_after_last = output.token_ids < 0
     if batch.top_logprobs > 0:
