@@ -55,7 +55,7 @@ def publish_empty(state_ptr, request, offset, sizes):
 
 @triton.jit
 def peek_first_rejected(state_ptr, request, sizes):
-    """Return the first rejected row published so far, which the final one never exceeds."""
+    """Return the first rejected row published so far; the final first rejected row is not later."""
     # An atomic is executed by one thread for all: plain loads could give the program's warps different answers.
     return sizes.num_draft_tokens - tl.atomic_max(state_ptr + request.index * FIELDS + FIRST_REJECTED, 0, sem="relaxed")
 

@@ -36,7 +36,8 @@ LIKELY = tl.constexpr(64)
 LANES_OF_GROUP = tl.constexpr(2)
 """The number of threads of a warp whose tokens of a block form a group."""
 
-GROUPS, GROUP = tl.constexpr(WARP.value // 2), tl.constexpr(BLOCK_SIZE.value * 2 // WARP.value)
+GROUPS = tl.constexpr(WARP.value // LANES_OF_GROUP.value)
+GROUP = tl.constexpr(BLOCK_SIZE.value // GROUPS.value)
 """The number of groups of a block, and of tokens of a group."""
 
 AT_ONCE = tl.constexpr(32)

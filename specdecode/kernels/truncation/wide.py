@@ -183,9 +183,8 @@ def find_cutoff_ordinal(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.con
     least = tl.maximum(mass - goal, mass * ROUNDING) / sizes.vocab_size
     logit_more, logit_less = suggest(weighed, by_count, goal, least, sizes)
     more, less = ordinal_of(logit_more, SHIFT), ordinal_of(logit_less, SHIFT) + 1
-    is_enough = (by_count == 0) & (
-        mass - goal > mass * ROUNDING
-    )  # at `low`; if that is not known, `low` is tried first
+    # Whether `low` is known to have enough; otherwise it is tried first.
+    is_enough = (by_count == 0) & (mass - goal > mass * ROUNDING)
     first = tl.where(is_enough, ordinal_of(logit_more / 2 + logit_less / 2, SHIFT), low)
     ordinals = within((first, more, less), low, high)
     bracket = low, high, tl.where(is_enough, mass, 0.0), 0.0
