@@ -264,10 +264,7 @@ def mask_rows(
         vocab_size: number of tokens.
     """
     rows = Rows(step.expanded_idx_mapping, step.pos, step.expanded_local_pos, step.input_ids)
-    given, sizes = (
-        Grammar(limits.numbers, limits.numbers, rows.slots),
-        (0, 0, 1),
-    )  # not read: tensors of the right types
+    given, sizes = Grammar(limits.numbers, limits.numbers, rows.slots), (0, 0, 1)  # of the right types, not read
     if grammar is not None:
         given, sizes = Grammar(grammar.masks, grammar.mapping, grammar.requests), (*grammar.masks.shape, grammar.stride)
     mask_rows_kernel[(len(rows.slots),)](words, rows, limits, thinking, given, *sizes, VOCAB_SIZE=vocab_size)
