@@ -114,14 +114,9 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 class Lengths:
-    """The draft length of each step, planned from the steps before it: all requests of a step have the same.
+    """The draft length of each step, the same for all requests, planned from the steps before it.
 
-    Args:
-        target: the target model.
-        draft: the draft model, or prompt lookup.
-        sampler: verifies the drafts.
-        num_requests: the requests of the first step.
-        most: the longest length.
+    The first step has `num_requests` requests; `most` is the longest length.
     """
 
     def __init__(self, target: Any, draft: Any, sampler: RejectionSampler, num_requests: int, most: int) -> None:

@@ -58,10 +58,7 @@ class Tree:
     def texts(self, batch: Batch, node_ids: Tensor, level: range) -> Batch:
         """Return one request for each node of a level, with the text up to the node; nodes of a request are adjacent.
 
-        Args:
-            batch: the requests.
-            node_ids: [requests, nodes] int64, -1 = no node.
-            level: the nodes.
+        `node_ids` are [requests, nodes] int64, -1 = no node.
         """
         repeat = partial(torch.repeat_interleave, repeats=len(level), dim=0)
         paths = torch.tensor([self.paths[node] for node in level], dtype=torch.int64, device=node_ids.device)
@@ -78,12 +75,7 @@ class Tree:
 def read_nodes(model: CachedModel, batch: Batch, tree: Tree, node_ids: Tensor, keep: int) -> Tensor:
     """Return the logits after the last `keep` nodes, [requests, keep, vocab]; the model reads the columns it has not cached.
 
-    Args:
-        model: the target or the draft model.
-        batch: the requests.
-        tree: the tree.
-        node_ids: [requests, nodes] int64, the first nodes of the tree, -1 = no node.
-        keep: number of nodes.
+    `node_ids`, [requests, nodes] int64, are the first nodes of the tree, -1 = no node.
     """
     device, num_nodes, num_cached = batch.tokens.device, node_ids.shape[1], model.num_columns
     num_before = batch.tokens.shape[1] - 1  # columns before node 0
@@ -107,10 +99,8 @@ def read_nodes(model: CachedModel, batch: Batch, tree: Tree, node_ids: Tensor, k
 def keep_path(model: CachedModel, width: int, path: Tensor) -> None:
     """Move the cached columns of the accepted nodes directly after the text, and remove the columns of other nodes.
 
-    Args:
-        model: a model whose cache holds the text and the nodes of the path.
-        width: the number of columns of the text, node 0 included.
-        path: [requests, depth] int32: accepted nodes, then -1.
+    The text, node 0 included, has `width` columns. `path`, [requests, depth] int32, has the accepted nodes, then -1; the
+    cache holds them.
     """
     columns = width - 1 + path.clamp(min=0).long()  # after the path any column will do: `realign` removes it
     for layer in model.filled_layers():

@@ -253,15 +253,9 @@ def mask_rows(
     grammar: StepGrammar | None,
     vocab_size: int,
 ) -> None:
-    """Write the words of a step's rows.
+    """Write the words of a step's rows, [num_rows, ceil(vocab_size / 32)] int32, contiguous.
 
-    Args:
-        words: [num_rows, ceil(vocab_size / 32)] int32, contiguous.
-        step: the step.
-        limits: of all slots.
-        thinking: None: no request has a budget.
-        grammar: None: no request has one.
-        vocab_size: number of tokens.
+    `thinking` is None if no request has a budget, `grammar` if none has a grammar.
     """
     rows = Rows(step.expanded_idx_mapping, step.pos, step.expanded_local_pos, step.input_ids)
     given, sizes = Grammar(limits.numbers, limits.numbers, rows.slots), (0, 0, 1)  # of the right types, not read

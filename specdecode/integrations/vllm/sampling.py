@@ -317,10 +317,7 @@ def why_not_by_kernels(verifier: RejectionSampler, call: dict[str, Any]) -> str 
 def few_with_processors(step: StepInputs, needs: np.ndarray, starts: np.ndarray | None) -> Requests | None:
     """Return the requests of a step that need vLLM's copy of logits; None if many, or if the host does not know all rows.
 
-    Args:
-        step: the step.
-        needs: [batch] of its requests, in bits.
-        starts: [batch + 1] the first row of each request; None: the host does not know.
+    `needs` are the needs of each request in bits, [batch]; `starts` is as `host_starts` of `DraftVerification`.
     """
     if starts is None or len(starts) != len(needs) + 1 or starts[-1] != len(step.logits):
         return None
