@@ -17,8 +17,8 @@ drafts. If n also counted the draft that the row judges, or counted no drafts, p
 that row. Drafts are judged by the q that they were drawn from, even if the drafter does not know the rules.
 
 Sources: repetition penalty in Keskar et al., "CTRL: a conditional transformer language model for controllable generation"
-(2019), section 4.1, which divides negative logits too. OpenAI's API, transformers and vLLM have made common to multiply
-them, and the other rules. The order is vLLM's.
+(2019), section 4.1, which divides negative logits too. OpenAI's API, transformers and vLLM made the other rules common,
+and the multiplication of negative logits. The order is vLLM's.
 """
 
 from typing import NamedTuple

@@ -58,7 +58,7 @@ def verify(target_probs, draft_probs, draft_token_ids, uniforms):
 
     The drafts 0, 1 have p / q = 1/2 and 3, so c_1 = 1/2 and c_2 = min(1, 3/2) = 1: always accepted, though eta_1 is large.
     The drafts 0, 0 have c_2 = 1/4, which is below eta_2. Then h_1 decides: c_1 p - q = (-0.6, 0.1), so A_1 = 0.1 and
-    h_1 = 0.1 / (0.1 + 0.5) = 1/6. This is below eta_1, too, so none is accepted. p - q = (-0.4, 0.4) leaves token 1.
+    h_1 = 0.1 / (0.1 + 0.5) = 1/6. It is below eta_1, so no draft is accepted. p - q = (-0.4, 0.4) leaves token 1.
 
     >>> p, q = np.array([0.4, 0.6]), np.array([0.8, 0.2])
     >>> verify([p, p, p], [q, q], [0, 1], uniforms=[0.9, 0.5])

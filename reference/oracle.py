@@ -125,7 +125,7 @@ class Request:
         self.margin = np.inf
 
     def decide(self, choice: Choice) -> int:
-        """Return the decision, and lower the request's margin to its margin if that is smaller."""
+        """Return the decision; the request's margin becomes the smaller of its own and the decision's."""
         self.margin = min(self.margin, choice.margin)
         return choice.index
 
@@ -209,10 +209,8 @@ def verify_probabilistic(request: Request) -> list[int]:
 def verify_block(request: Request) -> list[int]:
     """Return the tokens of block verification."""
     length = len(request.drafts)
-    rows, last_row = (
-        [(request.target(offset), request.draft(offset)) for offset in range(length)],
-        request.target(length),
-    )
+    rows = [(request.target(offset), request.draft(offset)) for offset in range(length)]
+    last_row = request.target(length)
     log_ratios = [0.0]
     for token, (target, draft) in zip(request.drafts, rows):
         if target[token] == -np.inf or draft[token] == -np.inf:

@@ -110,8 +110,8 @@ def draft_domains(offset: int) -> tuple[int, int]:
     """Return the domains of the draft at an offset (counted from 0) in its step, for block verification.
 
     Block verification decides from all drafts of a step, and the next step drafts some of their positions again. With the
-    same numbers, its drafts would depend on the rejections of the first step. So each step has new numbers. For the same
-    reason the offset is the index of the accept number.
+    same numbers, the new drafts would depend on the earlier rejections. So each step has new numbers. For the same reason
+    the offset is the index of the accept number.
 
     >>> draft_domains(0) == DRAFT, draft_domains(2)
     (True, (515, 516))

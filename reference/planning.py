@@ -30,8 +30,8 @@ a rule may look at it.
 *The best lengths.* Let a_j be the probability that draft j is accepted, given that those before it are. Draft i of a
 request is accepted with its *joint rate* J_i = a_0 a_1 ... a_i. A step of n requests emits on average n + (the sum of J
 over all drafts). Along a request J never increases. So the B largest joint rates of the batch are prefixes of the requests'
-drafts (of equal ones take the earlier offset first), and no B drafts have a larger sum. It is left to choose B: try all of
-them. Stopping at the first B that is worse than the one before it can miss the best, because measured costs have steps.
+drafts (of equal ones take the earlier offset first), and no B drafts have a larger sum. To choose B, try all of them.
+Stopping at the first B that is worse than the one before it can miss the best, because measured costs have steps.
 
 Left out: where the acceptance comes from. It must be known before the drafts are drawn.
 """
@@ -40,7 +40,7 @@ import numpy as np
 
 
 def plan(acceptance, cost, most=None):
-    """Return the lengths that maximise (expected tokens) / cost, [num_requests]; of equal plans the one of fewest drafts.
+    """Return the lengths that maximise (expected tokens) / cost, [num_requests]; of equal plans the one with fewest drafts.
 
     Args:
         acceptance: [num_requests, num_draft_tokens] conditional acceptance, known before the drafts are drawn.
@@ -64,7 +64,7 @@ def plan(acceptance, cost, most=None):
     limits = np.full(num_requests, num_draft_tokens) if most is None else np.asarray(most)
     joint_rates = np.cumprod(acceptance, axis=1)
     drafts = [(r, i) for i in range(num_draft_tokens) for r in range(num_requests) if i < limits[r]]
-    drafts.sort(key=lambda draft: -joint_rates[draft])  # a stable sort: of equal ones the earlier offset stays first
+    drafts.sort(key=lambda draft: -joint_rates[draft])  # stable: of equal rates the earlier offset stays first
     lengths = best_lengths = np.zeros(num_requests, dtype=int)
     tokens = num_requests
     best_ratio = tokens / cost[num_requests]

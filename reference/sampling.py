@@ -41,7 +41,7 @@ class Choice(NamedTuple):
     """The result of a decision, and its margin."""
 
     index: int
-    """The selected token; the number of tokens kept; for an accept decision 1 (accept) or 0 (reject)."""
+    """A token, a number of kept tokens, or an accept decision: 1 (accept) or 0 (reject)."""
 
     margin: float
     """The distance of the decision from the next best one, in nats."""
@@ -148,7 +148,7 @@ def cutoff(logits, sampling: Sampling) -> int:
 def spread(draft_logits, draft_vocab_ids, vocab_size: int):
     """Return a row over the draft's own vocabulary as a row over the target's tokens; -inf for tokens that the draft lacks.
 
-    Draft id i is the target's token draft_vocab_ids[i]. Truncate the row before.
+    Draft id i is the target's token draft_vocab_ids[i]. A row is truncated before it is spread.
 
     >>> spread([0.5, 1.5], draft_vocab_ids=[3, 1], vocab_size=4).tolist()
     [-inf, 1.5, -inf, 0.5]
@@ -170,7 +170,7 @@ def lead(scores) -> float:
 
 
 class TokenGumbels:
-    """The Gumbel numbers of tokens, computed on access, which is in one block of the vocabulary."""
+    """The Gumbel numbers of tokens, computed on access: only the selected block needs them."""
 
     def __init__(self, seed: int, position: int, domain: int) -> None:
         self.seed, self.position, self.domain = seed, position, domain

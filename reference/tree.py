@@ -71,7 +71,7 @@ def children(parents, node: int) -> list[int]:
 
 
 def paths(parents) -> list[list[int]]:
-    """Return the nodes from node 0 to each node that is not padding, shorter paths first.
+    """Return the path from node 0 to each node that is not padding, shorter paths first.
 
     >>> paths([-1, 2, 0, 3, 0, 1])
     [[0], [0, 2], [0, 4], [0, 2, 1], [0, 2, 1, 5]]
@@ -207,7 +207,7 @@ def traversal(target_probs, draft_probs, token_ids, parents, uniforms, replaceme
     ([], array([0., 1.]))
     """
 
-    def visit(node, ratio):  # None if the node and all that follows it fail
+    def visit(node, ratio):  # returns None if the whole subtree fails
         target, draft = target_probs[node], draft_probs[node]
         for child in children(parents, node):
             token = token_ids[child]

@@ -150,7 +150,7 @@ class Options(TreeOptions, total=False):
 
 
 class Sizes(dict[str, int]):
-    """The sizes of a call's dimensions, the device of its tensors, and the requests and slots whose values matter."""
+    """The sizes of a call's dimensions, the device of its tensors, and masks of the requests and slots in use."""
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device, packed: bool = False) -> None:
         super().__init__(sizes)
@@ -408,7 +408,7 @@ def check_padded(
 
 
 def check_num_rows(rows: int, draft_token_ids: Tensor, draft_logits: Tensor | None) -> None:
-    """Raise an error that names target_logits, unless draft_logits shows that draft_token_ids has the wrong size."""
+    """Raise an error about the rows of target_logits, if not draft_token_ids but target_logits has the wrong size."""
     if draft_token_ids.ndim != 2 or draft_token_ids.shape[1] == rows - 1:
         return
     if isinstance(draft_logits, Tensor) and draft_logits.ndim == 3 and draft_logits.shape[1] == rows - 1:
@@ -439,16 +439,7 @@ def check_packed(
 ) -> tuple[Sizes, Packing]:
     """Raise unless rows, drafts and slots match; return the call's `Sizes` and `Packing`.
 
-    Args:
-        target_logits: as for a packed call.
-        draft_token_ids: as for a packed call.
-        row_starts: as for a packed call.
-        num_draft_tokens: as for a packed call.
-        slots: as for a packed call.
-        row_positions: as for a packed call.
-        by_slot: the arguments that may be tensors by slot, by name.
-        vocab_size: the size of the whole vocabulary, if the logits are a shard.
-        num_slots: the size of tensors by slot; None: the size of the first such tensor.
+    `by_slot` has the arguments that may be tensors by slot, by name. The others are as for `check_verification`.
     """
     num_rows, vocab = check_logits("target_logits", target_logits, ("num_rows", "vocab"), vocab_size)
     device = target_logits.device
@@ -594,12 +585,7 @@ def check_draft_rows(
 ) -> int:
     """Raise unless draft logits, if given, have a row for each draft; return the size of the draft's vocabulary.
 
-    Args:
-        draft_logits: as for a call.
-        draft_vocab_ids: as for a call.
-        width: the width of the target logits.
-        vocab_size: the size of the whole vocabulary, if the target logits are a shard.
-        sizes: of the call.
+    `width` is the width of the target logits, and `vocab_size` the size of the whole vocabulary if they are a shard.
     """
     draft_vocab = sizes["vocab"]
     if draft_vocab_ids is not None:
@@ -651,13 +637,8 @@ def check_adjustments(adjustments: Adjustments, sizes: Sizes) -> Adjustments | N
             raise ValueError(f"{prefix}{name}: expected a stride of 1 in the last dimension, got {rows.stride(-1)}")
     if bias is not None and bias_ids is not None:
         if on_host(bias):
-            check_values(
-                "adjustments.bias",
-                bias,
-                ~bias.isnan() | (bias_ids < 0),
-                ARGUMENTS["bias"].expected,
-                sizes.used.get("slot"),
-            )
+            valid, expected = ~bias.isnan() | (bias_ids < 0), ARGUMENTS["bias"].expected
+            check_values("adjustments.bias", bias, valid, expected, sizes.used.get("slot"))
         if sizes["bias"] == 0:
             bias_ids = bias = None
     if all(penalty is None for penalty in penalties):
@@ -774,11 +755,6 @@ def check_tensor(
     check_type(name, tensor, dtypes)
     if tensor.shape != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
-    check_device(name, tensor, device)
-
-
-def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Raise unless `tensor` is on this device."""
     if tensor.device != device:
         raise ValueError(f"{name}: expected on {device}, where the logits are, got {tensor.device}")
 

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 def breaks_graph(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make torch.compile break the graph at a function that reads values on the host, without recompiling for each value."""
+    """Make torch.compile break the graph at a function that reads values; otherwise it would compile for each value."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

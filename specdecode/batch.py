@@ -53,7 +53,7 @@ class Truncation(NamedTuple):
 
     @property
     def keeps_one(self) -> bool:
-        """Whether every row surely keeps only its likeliest token, so that a step is greedy."""
+        """Whether every row keeps only its likeliest token, known without reading tensors."""
         return not isinstance(self.top_k, Tensor) and self.top_k == 1
 
 
@@ -69,9 +69,7 @@ class Packing(NamedTuple):
     slots: Tensor | None  # [batch] int32 or int64; None: slot r for request r, or no argument is by slot
     num_slots: int
     seeds_by_request: bool  # seeds are by request, not by slot: they were drawn for this call
-    row_positions: (
-        Tensor | None
-    )  # [num_rows] int64, positions of the tokens fed at the rows; replaces the batch's positions
+    row_positions: Tensor | None  # [num_rows] int64, of the tokens fed at the rows; in place of the batch's positions
     is_round: bool = False  # a round of a tree: `row_starts` is [batch], the one row of each request, -1 for no row
     path: Tensor | None = None  # [batch, depth] int64, in a round: the tokens between node 0 and the row, for penalties
 
@@ -198,8 +196,8 @@ class RowBatch(NamedTuple):
         """Whether any row is truncated."""
         return self.truncation is not None
 
-    def greedy_if_alike(self) -> "RowBatch":
-        """Return the equivalent greedy batch if every row keeps one token. (Its logsumexp differs.)"""
+    def greedy_if_equivalent(self) -> "RowBatch":
+        """Return the greedy batch with the same tokens, if every row keeps one token. (Its logsumexp differs.)"""
         if self.truncation is None or not self.truncation.keeps_one:
             return self
         return self._replace(temperature=0.0, truncation=None)
@@ -257,8 +255,8 @@ class VerificationBatch(NamedTuple):
         rows: dict[str, Any] = {name: None for name in self._fields if name.startswith("draft_")}
         return self._replace(**rows | {"draft_token_ids": self.draft_token_ids})
 
-    def greedy_if_alike(self, method: str) -> "VerificationBatch":
-        """Return the equivalent greedy batch if every target row keeps one token and no draft row matters."""
+    def greedy_if_equivalent(self, method: str) -> "VerificationBatch":
+        """Return the greedy batch with the same output, if every target row keeps one token and no draft row matters."""
         if self.truncation is None or not self.truncation.keeps_one:
             return self
         if self.draft_logits is not None and method not in TARGET_ONLY:

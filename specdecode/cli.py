@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def complain(message: str) -> None:
-    """Write a line to standard error; if that fails, do nothing: the exit status reports the error, too."""
+    """Write a line to standard error. A failure is ignored, because the exit status also reports the error."""
     try:
         if sys.stderr is not None:  # with None, `print` would use standard output
             print(f"specdecode: {message}", file=sys.stderr, flush=True)
@@ -174,12 +174,12 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--top-p",
         type=float,
-        help="keep the most likely tokens until their probability reaches TOP_P (default: likewise)",
+        help="keep the most likely tokens until their probability reaches TOP_P (default: as for --top-k)",
     )
     command.add_argument(
         "--min-p",
         type=float,
-        help="keep tokens at least MIN_P times as likely as the most likely one (default: likewise)",
+        help="keep tokens at least MIN_P times as likely as the most likely token (default: as for --top-k)",
     )
     command.add_argument("--seed", type=int, default=0, help="of the noise (default %(default)s)")
     command.add_argument("--device", default="cpu", help="where the models run, such as cuda (default %(default)s)")

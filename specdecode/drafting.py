@@ -85,7 +85,7 @@ def sample(
         vocab_size = check_shard(shard).vocab_size
     limits: Any = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     batch = check_rows(logits, temperature, seeds, positions, **limits, adjustments=adjustments, vocab_size=vocab_size)
-    token_ids, *_ = draw(batch.greedy_if_alike(), SELECT, "auto", shard)
+    token_ids, *_ = draw(batch.greedy_if_equivalent(), SELECT, "auto", shard)
     return token_ids
 
 

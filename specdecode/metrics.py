@@ -1,4 +1,4 @@
-"""Acceptance statistics over many verification steps: the numbers that people compare drafters by.
+"""Acceptance statistics over many verification steps, to compare drafters.
 
 Everything is derived from three counts per position i, summed over all requests and steps:
 
@@ -60,16 +60,16 @@ class AcceptanceStats:
     A *draft* is one request's proposal in one step: at least one draft token. A request that had none in a step is not
     counted in that step, neither as a draft nor in an average. Before the first draft all rates and the length are NaN.
 
-    A request may keep fewer tokens than the step emitted, because of a stop token or a length limit. `update` is told by
-    `num_tokens`. Tokens that are not kept count neither as accepted nor in the length. All draft tokens that were verified
-    count, those after the last kept token too.
+    A request may keep fewer tokens than the step emitted, because of a stop token or a length limit: pass `num_tokens` to
+    `update`. Tokens that are not kept count neither as accepted nor in the length. All draft tokens that were verified
+    count as drafted, including those after the last kept token.
 
     Args:
         num_draft_tokens: K, the most draft tokens that an output may hold per request, at least 1.
         device: where the counters are. None means on the device of the first output; the first update then makes them.
             Give a device if the first update is captured in a CUDA graph: the counters must exist before the capture.
-        per_request: whether to count each request by itself, for `records`, too. The first update makes the counters then,
-            for as many requests as its output has.
+        per_request: whether to count each request by itself, for `records`. Then the first update makes the counters, for as
+            many requests as its output has.
 
     Raises:
         TypeError: `num_draft_tokens` is not an int.
@@ -133,7 +133,7 @@ class AcceptanceStats:
         Args:
             output: the result of a verification of at most `num_draft_tokens` draft tokens per request, or of trees that
                 are no deeper.
-            num_tokens: [batch] int32 or int64, on the device of the output: how many of the emitted tokens each request
+            num_tokens: [batch] int32 or int64, on the device of the output: the number of emitted tokens that each request
                 keeps, for example up to a stop token. More than were emitted means all of them. A step emits at least one
                 token, so 0 or less means that the request had ended before the step: then neither it nor its draft tokens
                 are counted. None = all emitted tokens.
@@ -245,8 +245,8 @@ class AcceptanceStats:
     def draft_tokens_per_position(self) -> list[int]:
         """Draft tokens verified at each position i: the drafts that had more than i tokens. Synchronises.
 
-        `num_draft_tokens` ints, non-increasing; they add up to `draft_tokens`, and the first is `drafts`. Where later ones
-        are smaller, some drafts were shorter, and `per_position` counts those as not accepted.
+        `num_draft_tokens` ints, non-increasing; they add up to `draft_tokens`, and the first is `drafts`. A smaller number
+        means shorter drafts, which `per_position` counts as not accepted there.
         """
         return self._read()[1]
 

@@ -25,7 +25,7 @@ class Domain(IntEnum):
     DRAFT_TOKEN = 4
 
 
-# As plain ints, to which compiled code can add.
+# Plain ints, because compiled code adds to them.
 SELECT = (int(Domain.SELECT_BLOCK), int(Domain.SELECT_TOKEN))
 """Domains of a token that the target emits, and of drafts that share its noise (strict)."""
 

@@ -16,16 +16,16 @@ FLOATS, INTEGERS = (torch.float32, torch.float64), (torch.int32, torch.int64)
 
 
 class DraftPlanner:
-    """Learn how often drafts are accepted at each position, and plan the lengths of the next step.
+    """Learn the acceptance rate of each position, and plan the lengths of the next step.
 
     The plan comes from past steps alone, so the output stays exact with every method. Neither `update` nor `plan` waits for
     the device, and both can be captured in a CUDA graph once the planner is on the GPU.
 
-    The rate of position i is the number of drafts accepted there divided by the number judged there, drafts whose
-    predecessors were accepted. All counts are multiplied by `decay` in each step, so that old steps are forgotten. Each
-    position also counts one imaginary draft, with the rate of all earlier positions and one accepted draft together, so
-    1 at first. Counts fade and this draft does not: long drafts are tried first, and tried again after some time. In a
-    group one draft with the rate of all groups is added to each position.
+    The rate of position i is accepted / judged drafts there; a draft is judged if all drafts before it were accepted. In
+    each step all counts are multiplied by `decay`, so that old steps are forgotten. One imaginary draft is added to each
+    position. Its rate is the rate of all earlier positions together, with one accepted draft added, so it is 1 at first.
+    Counts fade and the imaginary draft does not: long drafts are tried first, and tried again after some time. The rates
+    of a group have one imaginary draft with the rate of all groups.
 
     Args:
         num_draft_tokens: K, the most draft tokens of a request, at least 1.
@@ -75,7 +75,7 @@ class DraftPlanner:
 
         Args:
             output: the result of a verification of at most `num_draft_tokens` drafts per request, or of trees that deep.
-            groups: [batch] int32 or int64, the group of each request; a request of no group is not counted. None: group 0.
+            groups: [batch] int32 or int64, the group of each request; other numbers: not counted. None: group 0.
 
         Raises:
             TypeError: an argument of the wrong type or dtype.

@@ -66,10 +66,10 @@ class RejectionSampler:
         shard: under tensor parallelism, the part of the vocabulary that this rank's logits cover. Every rank calls the
             sampler with its part and otherwise the same arguments, verifies whole rows of its share of the requests, and
             gets the output of all requests. None: logits cover the whole vocabulary.
-        validate: `"values"` makes each call, also of `draft`, raise a ValueError if it receives probabilities instead of
-            logits: if no number is negative and each row sums to 1, within rounding, in all rows that the call may read.
-            The check reads all logits and waits for the device, so it is for development, and an error while a CUDA graph
-            is captured. None: probabilities are not detected, and tokens come from a nearly flat distribution.
+        validate: `"values"`: each call, also of `draft`, raises a ValueError for probabilities passed as logits, that is, if
+            no number is negative and each row sums to 1, within rounding, in all rows that the call may read. The check
+            reads all logits and waits for the device, so it is for development, and an error while a CUDA graph is
+            captured. None: probabilities are not detected, and tokens come from a nearly flat distribution.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -457,7 +457,7 @@ class RejectionSampler:
         batch = check_tree(*arguments, **options)
         if self.validate is not None:
             validation.check_tree(batch)
-        return batch._replace(rows=batch.rows.greedy_if_alike(self.method))
+        return batch._replace(rows=batch.rows.greedy_if_equivalent(self.method))
 
     def warmup(
         self,
@@ -502,12 +502,12 @@ class RejectionSampler:
         """
         if row_starts is None and any(given is not None for given in (slots, num_draft_tokens, row_positions)):
             names = "slots, num_draft_tokens and row_positions"
-            raise ValueError(f"row_starts: needed beside {names}, which are those of packed calls")
+            raise ValueError(f"row_starts: needed beside {names}, which only packed calls take")
         rows: Any = {"row_starts": row_starts, "num_draft_tokens": num_draft_tokens, "slots": slots}
         rows |= {"row_positions": row_positions, "vocab_size": self._vocab_size}
         batch = check_verification(target_logits, draft_token_ids, draft_logits, **rows, **options)
         self._check_step(batch)
-        batch = batch.greedy_if_alike(self.method)
+        batch = batch.greedy_if_equivalent(self.method)
         backend = backends.to_verify(self.backend, self.method, batch)
         if self.shard is not None:
             batch = sharding.for_warmup(self.shard, self._with_rows_read(batch))
@@ -537,10 +537,8 @@ class RejectionSampler:
     def _verify(self, batch: VerificationBatch) -> SamplerOutput:
         """Verify a checked batch by a backend; with a shard, this rank's requests."""
         self._check_step(batch)
-        batch = batch.greedy_if_alike(self.method)
-        backend = backends.to_verify(
-            self.backend, self.method, batch
-        )  # decided from all requests, so that all ranks agree
+        batch = batch.greedy_if_equivalent(self.method)
+        backend = backends.to_verify(self.backend, self.method, batch)  # by all requests, so that all ranks agree
 
         def verify_rows(rows: VerificationBatch) -> SamplerOutput:
             output: SamplerOutput = backend.verify(self.method, rows, self.schedule)
@@ -551,7 +549,7 @@ class RejectionSampler:
         return sharding.verify(self.shard, self._with_rows_read(batch), verify_rows)
 
     def _with_rows_read(self, batch: VerificationBatch) -> VerificationBatch:
-        """Return the batch without rows that the method does not read."""
+        """Return the batch without draft rows, if the method does not read them."""
         return batch.without_draft_rows if self.method in TARGET_ONLY else batch
 
     @property
@@ -560,7 +558,7 @@ class RejectionSampler:
         return None if self.shard is None else self.shard.vocab_size
 
     def _check_step(self, batch: VerificationBatch) -> None:
-        """Raise unless a schedule, if given, has a rate for each draft; with `validate`, also check values."""
+        """Raise if the schedule has too few rates; with `validate`, also if logits are probabilities."""
         if self.schedule is not None and batch.num_draft_tokens > self.schedule.num_draft_tokens:
             name = "draft_token_ids" if batch.packing is None else "num_draft_tokens"
             most, got = self.schedule.num_draft_tokens, batch.num_draft_tokens

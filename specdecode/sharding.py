@@ -123,10 +123,11 @@ class VocabShard:
         if local != expected:
             raise ValueError(f"shard: expected logits of {expected} tokens, as in its first call, got {local}")
         rows = columns.shape[1:-1].numel()
-        if batch * rows == 0:  # on every rank
-            return columns.new_zeros(len(range(batch)[self.share(batch)]), *inner, self.vocab_size)
-        counts = [len(range(batch)[self.share(batch, rank)]) for rank in range(self.group.size())]
+        shares = [self.share(batch, rank) for rank in range(self.group.size())]
+        counts = [share.stop - share.start for share in shares]
         own = counts[self.group.rank()]
+        if batch * rows == 0:  # on every rank
+            return columns.new_zeros(own, *inner, self.vocab_size)
         sent = [count * rows * local for count in counts]
         received = [own * rows * length for length in layout.lengths]
         buffer = columns.new_empty(sum(received))
@@ -236,7 +237,7 @@ def verify(
 
 
 def for_warmup(shard: VocabShard, batch: VerificationBatch) -> VerificationBatch:
-    """Return a batch of one request, of zeros, like those that verify this rank's requests; every rank exchanges rows."""
+    """Return a batch of one request, of zeros, like the batches that this rank verifies; every rank exchanges rows."""
 
     def exchange(columns: Tensor) -> Tensor:
         return shard.own_rows(columns.new_zeros(shard.group.size(), *columns.shape[1:]))

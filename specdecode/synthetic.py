@@ -183,7 +183,7 @@ class AcceptanceSchedule:
             >>> AcceptanceSchedule.from_rates([0.8, 0.4, 0.0]).conditional_rates
             (0.8, 0.5, 0.0)
         """
-        return cls(_checked_rates(joint_rates))
+        return cls(cast("tuple[float, ...]", joint_rates))
 
     @property
     def num_draft_tokens(self) -> int:

@@ -9,8 +9,8 @@
 - `from_choices`: the ranks on the path to each node, as in Medusa (`medusa_choices`), TensorRT-LLM (`eagle_choices`) and
   vLLM (`speculative_token_tree`).
 
-All except the last take tensors on any device, do not wait for the device, and return -1 or nodes if the input is not a
-tree.
+All except the last take tensors on any device and do not wait for the device. If the input is not a tree, they still return
+nodes and -1 only.
 """
 
 from collections.abc import Sequence
@@ -40,11 +40,11 @@ def from_links(next_token: Tensor, next_sibling: Tensor) -> Tensor:
         raise ValueError(f"next_sibling: expected {expected}, as next_token has, got {got}")
     count = next_token.shape[-1]
     nodes = torch.arange(count, device=next_token.device).expand_as(next_token)
-    parents, previous = (place(links.long(), nodes, count) for links in (next_token, next_sibling))
+    parents_of_first, previous = (place(links.long(), nodes, count) for links in (next_token, next_sibling))
     first = torch.where(previous < 0, nodes, previous)
-    for _ in range(count.bit_length()):  # each round doubles the number of siblings that are skipped
+    for _ in range(count.bit_length()):  # each round doubles the number of siblings that `first` goes back
         first = first.gather(-1, first)
-    return parents.gather(-1, first)
+    return parents_of_first.gather(-1, first)
 
 
 def to_links(parents: Tensor) -> tuple[Tensor, Tensor]:

@@ -92,7 +92,7 @@ def sums_and_minima(logits: Tensor | IndexedRows, shard: VocabShard | None) -> t
         return sums[logits.index], least[logits.index]
     sums = logits.sum(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     least = logits.amin(dim=-1).to(sums.dtype) if logits.shape[-1] > 0 else torch.zeros_like(sums)
-    if shard is None or sums.numel() == 0 or shard.are_whole(logits):  # no requests, as on every rank
+    if shard is None or sums.numel() == 0 or shard.are_whole(logits):  # without rows no rank exchanges
         return sums, least
     of_ranks = all_gather(torch.stack([sums, least]), shard.group)
     return of_ranks[:, 0].sum(dim=0), of_ranks[:, 1].amin(dim=0)

@@ -16,7 +16,7 @@ the last launch decides and draws. The arguments are the same everywhere:
 They return [batch, num_draft_tokens + 1] int64: the accepted drafts, one more token, then -1. For the same seeds these are
 the tokens of `reference.oracle`, except where two scores are so close that rounding decides.
 
-Left out: everything that the package adds, which the site's page on kernels explains.
+Left out: all that the package adds; the site's page on kernels explains it.
 
 Without a GPU the kernels run in Triton's interpreter, which has to be chosen before Triton is imported.
 """

@@ -4,7 +4,7 @@
     h_i = A_i / (A_i + 1 - c_i),  A_i = sum of max(0, c_i p - q) over the row after i drafts;  h_K = c_K
 
 A program has one request. It tests all i, since a failure at i does not end the search, and keeps the last i that passes.
-Each A_i requires a second read of two rows. In `verify_by_blocks`, one program still computes all A_i.
+Each A_i requires a second read of both rows. In `verify_by_blocks`, too, one program computes all A_i of a request.
 
 Drafts 0, 1 have p / q = 1/2 and 3, so c_2 = 1: always accepted. Drafts 0, 0 have c_1 = 1/2 and c_2 = 1/4:
 

@@ -49,7 +49,7 @@ def block_max_kernel(target_ptr, maxima_ptr, vocab_size):
 
 @triton.jit
 def emit_kernel(target_ptr, maxima_ptr, drafts_ptr, output_ptr, num_draft_tokens, vocab_size):
-    """Verify one request, given the maxima of its blocks."""
+    """Verify one request, given the maximum of each block of its rows."""
     request = tl.program_id(0).to(tl.int64)
     offset, accepted = 0, True
     while accepted:

@@ -47,7 +47,7 @@ def request_kernel(target_ptr, drafts_ptr, keys_ptr, output_ptr, num_draft_token
 
 @triton.jit
 def emit_kernel(target_ptr, sums_ptr, drafts_ptr, keys_ptr, output_ptr, num_draft_tokens, vocab_size, temperature):
-    """Verify one request, given the sums of its blocks."""
+    """Verify one request, given log S_b of each block of its rows."""
     request = tl.program_id(0).to(tl.int64)
     seed, position = tl.load(keys_ptr + 2 * request), tl.load(keys_ptr + 2 * request + 1)
     offset, accepted = 0, True

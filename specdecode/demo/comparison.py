@@ -62,7 +62,7 @@ a call of the target takes much longer than drafts and their verification.
 """
 
 TIMED = """\
-tokens a second: of all texts together, for what decoded texts of its own
+tokens a second: of all texts together; probabilistic and block decode none
 """
 
 
@@ -134,7 +134,7 @@ class Run:
         num_tokens: int,
         tree: Sequence[int] | None = None,
     ) -> tuple[GenerationOutput, list[Step]]:
-        """Generate a text of so many tokens after each prompt; return the texts and their steps, and note the seconds."""
+        """Generate `num_tokens` tokens after each prompt; return the output and its steps, and note the seconds."""
         from specdecode.integrations.transformers import generate
 
         steps: list[Step] = []
@@ -228,7 +228,7 @@ def compare_methods(options: Namespace, console: Console) -> None:
 
 
 def calls_take_time(options: Namespace) -> bool:
-    """Return whether times are worth a look: on a GPU, or with models other than the small ones of the package."""
+    """Return whether calls are long enough to be timed: on a GPU, or with other models than the package's small ones."""
     return options.target != TARGET or torch.device(options.device).type != "cpu"
 
 

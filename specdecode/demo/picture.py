@@ -26,9 +26,8 @@ def main(path: str) -> None:
     )
     compare_methods(parser().parse_args(["demo"]), console)
     picture = console.export_svg(title="specdecode demo", unique_id="demo")
-    picture = re.sub(
-        r"@font-face \{.*?\}\s*", "", picture, flags=re.S
-    )  # otherwise it would load a font from another host
+    # Without @font-face, which would load a font from another host.
+    picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.S)
     picture = picture.replace("Fira Code, monospace", FONTS)
     Path(path).write_text("\n".join(line.rstrip() for line in picture.splitlines()) + "\n", encoding="utf-8")
 

@@ -1,11 +1,10 @@
 """The eager backend: batched PyTorch for any device and float dtype, no loop over requests.
 
-All rows are computed, a few requests at a time: also rows after a rejection, and draft rows with a given
-`draft_logsumexp`. On the CPU greedy requests skip the softmax; on a device, counting them would require waiting.
+All rows are computed, a few requests at a time, including rows after a rejection and draft rows with a given
+`draft_logsumexp`. Greedy requests skip the softmax on the CPU. On a device, counting them would require waiting.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,12 +34,14 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
         raise ValueError(f"backend: 'eager' has no method {method!r}: it is not in specdecode.eager.METHODS")
     if method in TARGET_ONLY:  # even the dtype of unused draft logits may not change a result
         batch = batch.without_draft_rows
-    batch, raw_logits, has_rows = prepared(batch)
+    unpacked, has_rows = (batch, None) if batch.packing is None else unpack(batch, batch.packing)
+    raw_logits = unpacked.target_logits
+    batch = unpacked if batch.adjustments is None else adjusted(batch, unpacked)
     inputs = Inputs(batch, schedule)
     output = METHODS[method](inputs)
     if batch.logprobs is not None:
-        of_tokens = emitted_logprobs(inputs, raw_logits, output.token_ids, batch.logprobs)
-        output = output._replace(logprobs=of_tokens)
+        logprobs = emitted_logprobs(inputs, raw_logits, output.token_ids, batch.logprobs)
+        output = output._replace(logprobs=logprobs)
     if batch.has_lists:
         output = with_lists(inputs, raw_logits, output, batch)
     return output if has_rows is None else mark_invalid(output, has_rows)
@@ -50,18 +51,6 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
 def verify_tree(batch: TreeBatch) -> TreeOutput:
     """Verify one tree of drafts for each request."""
     return tree.walk_in_rounds(batch, tree.start(batch), verify, tree.advance)
-
-
-def prepared(batch: VerificationBatch) -> tuple[VerificationBatch, Any, Tensor | None]:
-    """Return (batch, raw logits, has_rows): a batch that is not packed and whose rows are adjusted when they are read.
-
-    The raw logits are the target's rows as stored, for raw log-probabilities; `has_rows` says which requests of a packed
-    call have rows.
-    """
-    unpacked, has_rows = (batch, None) if batch.packing is None else unpack(batch, batch.packing)
-    if batch.adjustments is None:
-        return unpacked, unpacked.target_logits, has_rows
-    return adjusted(batch, unpacked), unpacked.target_logits, has_rows
 
 
 @torch.no_grad()

@@ -95,7 +95,7 @@ def add_bias(rows: Tensor, adjustments: Adjustments, slots: Tensor) -> Tensor:
 def penalize(rows: Tensor, adjustments: Adjustments, index: RowIndex, counts: Tensor) -> Tensor:
     """Return penalised [..., vocab] rows, given how often each token was emitted."""
     repetition, frequency, presence = (
-        None if penalty is None else harmless(penalty, float(neutral), index.slots, rows.dtype)
+        None if penalty is None else row_penalties(penalty, float(neutral), index.slots, rows.dtype)
         for penalty, neutral in zip(adjustments[:3], (1, 0, 0))
     )
     is_emitted = counts > 0
@@ -110,7 +110,7 @@ def penalize(rows: Tensor, adjustments: Adjustments, index: RowIndex, counts: Te
     return rows if presence is None else rows - presence * is_emitted.to(rows.dtype)
 
 
-def harmless(penalty: Tensor | float, neutral: float, slots: Tensor, dtype: torch.dtype) -> Tensor:
+def row_penalties(penalty: Tensor | float, neutral: float, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the penalty of each row, [..., 1] or []; invalid values, which could not be checked, become neutral."""
     if not isinstance(penalty, Tensor):
         return torch.full((), penalty, dtype=dtype, device=slots.device)  # avoids a copy from the host
@@ -171,7 +171,7 @@ def adjusted_rows(batch: RowBatch) -> Any:
 
 
 def with_a_mask(adjustments: Adjustments) -> Adjustments:
-    """Return adjustments with at least one row of masks, if there are masks: requests without rows read the first row."""
+    """Return adjustments whose masks, if any, have at least one row: requests without rows read the first."""
     mask = adjustments.allowed_mask
     if mask is None or len(mask) > 0:
         return adjustments

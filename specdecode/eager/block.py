@@ -9,7 +9,7 @@ from specdecode.batch import SamplerOutput
 from specdecode.eager.inputs import Inputs
 from specdecode.eager.probabilistic import emit, log_ratios
 from specdecode.eager.residual import compare
-from specdecode.eager.selection import block_sums, by_kind, point_masses
+from specdecode.eager.selection import block_sums, by_greedy, point_masses
 from specdecode.eager.truncation import RowSampling, read
 
 
@@ -47,8 +47,8 @@ def acceptance_probability(log_running_ratio: Tensor, mass: Tensor) -> Tensor:
     return mass / (mass - log_running_ratio.expm1())
 
 
-def probabilities(inputs: Inputs, log_running_ratio: Tensor, log_ratio: Tensor) -> Tensor:
-    """Return h_i of all i < K, given log c_i, and log(p(x) / q(x)) of the next draft."""
+def acceptance_probabilities(inputs: Inputs, log_running_ratio: Tensor, log_ratio: Tensor) -> Tensor:
+    """Return h_i of all i < K, given log c_i and log(p(x) / q(x)) of the draft after the first i."""
     if inputs.draft_logits is None:  # A = c (1 - p(x)) of the draft x at that row
         return acceptance_probability(log_running_ratio, log_running_ratio.exp() * -log_ratio.expm1())
 
@@ -61,25 +61,19 @@ def probabilities(inputs: Inputs, log_running_ratio: Tensor, log_ratio: Tensor) 
     target, draft = inputs.target_logits[:, 1:-1], inputs.draft_logits[:, 1:]
     samplings = inputs.sampling.at(slice(None), None), inputs.draft_sampling.at(slice(None), None)
     logits_each = 2 * target.shape[1:].numel()
-    (mass,) = by_kind(inputs.greedy, masses, of_point_mass, logits_each, target, draft, *samplings, log_running_ratio)
+    (mass,) = by_greedy(inputs.greedy, masses, of_point_mass, logits_each, target, draft, *samplings, log_running_ratio)
     return acceptance_probability(log_running_ratio, mass)
 
 
 def longest_accepted(inputs: Inputs, log_running_ratios: Tensor, log_ratios: Tensor) -> Tensor:
-    """Return the largest i with eta_i <= h_i, [batch] int64, or 0.
-
-    Args:
-        inputs: the batch.
-        log_running_ratios: [batch, num_draft_tokens] log c_i.
-        log_ratios: [batch, num_draft_tokens] log(p(x_i) / q(x_i)).
-    """
+    """Return the largest i with eta_i <= h_i, [batch] int64, or 0, given log c_i and log(p(x_i) / q(x_i)) of all drafts."""
     num_drafts, counts = inputs.num_drafts[:, None], inputs.offsets[1:]
     log_uniforms = inputs.log_uniforms(fresh=True)
     accepted = (log_uniforms <= log_running_ratios) & (counts <= num_drafts)
     if inputs.num_draft_tokens > 1:
         # h <= c, and h = c if no draft follows or if c = 1. So only the other drafts with eta <= c need a residual mass.
         needed = (accepted & (counts < num_drafts) & (log_running_ratios < 0))[:, :-1]
-        h = probabilities(inputs, log_running_ratios[:, :-1], log_ratios[:, 1:])
+        h = acceptance_probabilities(inputs, log_running_ratios[:, :-1], log_ratios[:, 1:])
         accepted[:, :-1] &= (log_uniforms[:, :-1] <= h.log()) | ~needed
     return (accepted * counts).amax(dim=1)
 

@@ -12,7 +12,7 @@ from specdecode.synthetic import AcceptanceSchedule
 
 
 class Inputs:
-    """A batch in which every option is a tensor, also options given as one number for all requests."""
+    """A batch with every option as a tensor, including options given as one number for all requests."""
 
     def __init__(self, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
         size, rows, self.vocab = batch.target_logits.shape
@@ -71,11 +71,11 @@ class Inputs:
             emitted_empty: [batch] bool, whether the target row of `emitted` has no finite logit.
         """
         last = num_accepted[:, None]
-        is_behind = self.offsets > last
-        token_ids = torch.cat([self.draft_token_ids, emitted[:, None]], dim=1).masked_fill_(is_behind, -1)
+        is_after_last = self.offsets > last
+        token_ids = torch.cat([self.draft_token_ids, emitted[:, None]], dim=1).masked_fill_(is_after_last, -1)
         token_ids.scatter_(1, last, emitted[:, None])
-        # A draft was accepted if the next slot is not after the last token.
-        invalid = (accepted_empty > is_behind[:, 1:]).any(dim=1) | emitted_empty
+        is_accepted = ~is_after_last[:, 1:]
+        invalid = (accepted_empty & is_accepted).any(dim=1) | emitted_empty
         return SamplerOutput(token_ids, num_accepted.to(torch.int32), self.num_drafts.to(torch.int32), invalid)
 
 

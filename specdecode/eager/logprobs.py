@@ -9,21 +9,14 @@ from specdecode.batch import Logprobs
 from specdecode.eager.greedy import argmax
 from specdecode.eager.inputs import Inputs
 from specdecode.eager.probabilistic import logprobs
-from specdecode.eager.selection import by_kind
+from specdecode.eager.selection import by_greedy
 from specdecode.eager.truncation import RowSampling
 
 
 def emitted_logprobs(inputs: Inputs, raw_logits: Any, token_ids: Tensor, of: Logprobs) -> Tensor:
-    """Return the log-probability of each emitted token, NaN after the last.
+    """Return the log-probability of each emitted token, [batch, num_draft_tokens + 1] float32, NaN where the id is -1.
 
-    Args:
-        inputs: the batch.
-        raw_logits: [batch, num_draft_tokens + 1, vocab] target logits, not adjusted.
-        token_ids: [batch, num_draft_tokens + 1] int64, -1 after the last token.
-        of: `"processed"` or `"raw"`.
-
-    Returns:
-        [batch, num_draft_tokens + 1] float32.
+    `raw_logits` are the target's, [batch, num_draft_tokens + 1, vocab], not adjusted.
     """
     is_raw = of == "raw"
     sampling = RowSampling(torch.ones_like(inputs.temperature)) if is_raw else inputs.sampling
@@ -37,5 +30,5 @@ def emitted_logprobs(inputs: Inputs, raw_logits: Any, token_ids: Tensor, of: Log
 
     logits, greedy = (raw_logits, False) if is_raw else (inputs.target_logits, inputs.greedy)
     tensors = logits, token_ids.clamp(min=0), sampling.at(slice(None), None)
-    (result,) = by_kind(greedy, by_softmax, of_point_mass, logits.shape[1:].numel(), *tensors)
+    (result,) = by_greedy(greedy, by_softmax, of_point_mass, logits.shape[1:].numel(), *tensors)
     return result.masked_fill(token_ids < 0, torch.nan).to(torch.float32)

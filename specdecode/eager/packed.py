@@ -1,7 +1,7 @@
-"""Packed calls in PyTorch: small tensors gathered by request, and rows by index, gathered when they are computed.
+"""Packed calls in PyTorch, converted to padded ones: small tensors are gathered, rows of logits get an index.
 
-Small tensors are gathered at once, so that all other code works as if the call were not packed. Rows of logits are not:
-an index of rows replaces the padded tensor, and the rows of a few requests at a time are copied.
+All other code then works as if the call were not packed. The index replaces the padded logits; the rows of a few requests
+at a time are copied when they are computed.
 """
 
 from typing import Any
@@ -92,7 +92,7 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
 
 
 def mark_invalid(output: SamplerOutput, has_rows: Tensor) -> SamplerOutput:
-    """Make requests without rows emit token 0, as the only kept token, and mark them invalid."""
+    """Make requests without rows emit token 0, the only kept token, and mark them invalid."""
     output.token_ids[:, 0].mul_(has_rows)
     if output.logprobs is not None:
         output.logprobs[:, 0].masked_fill_(~has_rows, 0)

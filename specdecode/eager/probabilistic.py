@@ -11,13 +11,13 @@ from specdecode.batch import SamplerOutput
 from specdecode.eager.greedy import argmax
 from specdecode.eager.inputs import Inputs
 from specdecode.eager.residual import residual
-from specdecode.eager.selection import block_sums, by_case, by_chunks, by_kind, exp_scaled, rows_at
+from specdecode.eager.selection import block_sums, by_case, by_chunks, by_greedy, exp_scaled, rows_at
 from specdecode.eager.strict import sample
 from specdecode.eager.truncation import RowSampling, read
 
 
 def logprob(logit: Tensor, row_max: Tensor, temperature: Tensor, sums: Tensor, is_first: Tensor | None) -> Tensor:
-    """Return (l - max) / T - log(sum); where an infinite maximum makes it NaN, the log-probability of the point mass."""
+    """Return log p = (l - max) / T - log(sum); of a point mass, where this is NaN, log of `is_first`."""
     result = (logit - row_max) / temperature - sums.log()
     return result if is_first is None else torch.where(result.isnan(), is_first.log(), result)
 
@@ -50,12 +50,6 @@ def logprobs(
     return result.squeeze(-1), is_empty
 
 
-def logprob_difference(target_logprob: Tensor, draft_logprob: Tensor) -> Tensor:
-    """Return log(p(x) / q(x)), given both logarithms; -inf where p(x) or q(x) is 0."""
-    difference = target_logprob - draft_logprob
-    return difference.nan_to_num_(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
-
-
 def log_ratio(
     target: Tensor,
     draft: Tensor | None,
@@ -74,7 +68,8 @@ def log_ratio(
     (target_logprob, draft_logprob), is_empty = logprobs((target, draft), token_ids, (sampling, draft_sampling), greedy)
     if greedy is not None:
         draft_logprob = draft_logprob.masked_fill(greedy, 0)
-    return logprob_difference(target_logprob, draft_logprob), is_empty
+    ratio = target_logprob - draft_logprob
+    return ratio.nan_to_num_(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf), is_empty
 
 
 def log_ratios(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -90,7 +85,7 @@ def log_ratios(inputs: Inputs) -> tuple[Tensor, Tensor]:
     samplings = inputs.sampling.at(slice(None), None), inputs.draft_sampling.at(slice(None), None)
     logits_each = target.shape[1:].numel() * (1 if draft is None else 2)
     tensors = target, draft, inputs.draft_token_ids, *samplings
-    ratios, is_empty = by_kind(inputs.greedy, log_ratio, match, logits_each, *tensors)
+    ratios, is_empty = by_greedy(inputs.greedy, log_ratio, match, logits_each, *tensors)
     return ratios, is_empty
 
 
@@ -111,7 +106,7 @@ def recover(
     greedy: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Draw tokens from max(0, c p - q), or from p where c is infinite, at one offset of each request."""
-    # After all drafts there is no draft row: take the last row, which an infinite c makes irrelevant.
+    # After all drafts there is no draft row. The last row is read instead; with an infinite c it does not matter.
     at_draft = requests, offsets.clamp(max=inputs.num_draft_tokens - 1)
     draft = None if inputs.draft_logits is None else rows_at(inputs.draft_logits, *at_draft)
     target, token_ids = rows_at(inputs.target_logits, requests, offsets), None
@@ -124,7 +119,7 @@ def recover(
 def emit(inputs: Inputs, num_accepted: Tensor, log_running_ratio: Tensor | None = None) -> tuple[Tensor, ...]:
     """Draw the token after each request's accepted drafts: a recovered token after a rejection, otherwise a bonus token.
 
-    A bonus token is a recovered token with an infinite c. So a GPU draws all tokens in one way; the CPU reads no draft row
+    A bonus token is a recovered token with an infinite c, so a GPU draws all tokens in one way. The CPU reads no draft row
     for a bonus token.
 
     Args:
@@ -165,9 +160,7 @@ def emit(inputs: Inputs, num_accepted: Tensor, log_running_ratio: Tensor | None 
 def verify(inputs: Inputs, scheduled: Tensor | None = None) -> SamplerOutput:
     """Accept drafts by likelihood ratio up to the first rejection; then emit a recovered or bonus token.
 
-    Args:
-        inputs: the batch.
-        scheduled: [batch, num_draft_tokens] bool, scheduled accept decisions that replace the computed ones, or None.
+    `scheduled`, [batch, num_draft_tokens] bool, replaces the computed accept decisions.
     """
     ratios, is_empty = log_ratios(inputs)
     accepted = accepts(inputs.log_uniforms(), ratios) if scheduled is None else scheduled

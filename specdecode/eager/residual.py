@@ -20,16 +20,6 @@ def log_difference(target: Tensor, draft: Tensor, target_max: Tensor, draft_max:
     return difference.clamp_(-3e38, 3e38).nan_to_num_(nan=0)
 
 
-def weight_change(weights: Tensor, difference: Tensor) -> Tensor:
-    """Return w (exp(D) - 1), precise where D is small, and NaN where |D| > 1."""
-    return difference.expm1().mul_(weights).masked_fill_(difference.abs() > 1, torch.nan)
-
-
-def weight_left(weights: Tensor, difference: Tensor, log_sum_ratio: Tensor, log_running_ratio: Tensor) -> Tensor:
-    """Return w max(0, 1 - exp(D - s)), where s = log_sum_ratio + log_running_ratio; may overwrite D."""
-    return difference.sub_(log_sum_ratio + log_running_ratio).clamp_(max=0).expm1_().neg_().mul_(weights)
-
-
 class Comparison(NamedTuple):
     """The inputs of the residuals of rows, for any c: max(0, c p - q) = c p max(0, 1 - q / (c p)).
 
@@ -49,17 +39,16 @@ class Comparison(NamedTuple):
     """[...] log(sum of the draft's weights / sum of the target's), infinite if the draft row is a point mass."""
 
     def residual_weights(self, log_running_ratio: Tensor) -> Tensor:
-        """Return max(0, c p - q) and c p, both scaled by one factor; may overwrite the difference."""
-        ratios = self.log_sum_ratio[..., None], log_running_ratio[..., None]
-        return weight_left(self.target_weights, self.difference, *ratios)
+        """Return w max(0, 1 - q / (c p)), given the target's weights w; overwrites the difference."""
+        log_quotient = self.difference.sub_((self.log_sum_ratio + log_running_ratio)[..., None])  # log(q / (c p))
+        return log_quotient.clamp_(max=0).expm1_().neg_().mul_(self.target_weights)
 
 
 def log_sum_ratio(target_sum: Tensor, draft_sum: Tensor, change: Tensor | None) -> Tensor:
     """Return log(sum of the draft's weights / sum of the target's), infinite if the former is not positive.
 
-    `change` is the sum of the differences between the draft's and the target's weights; NaN where a difference is large;
-    None: in every row one is large. Where all are small, log(1 + change) is more precise than the difference of two
-    logarithms.
+    `change` is the sum of the draft's weights minus the target's, NaN in rows where some weights differ much; None if all
+    rows are such. Elsewhere log(1 + change / sum) is more precise than the difference of two logarithms.
     """
     ratio = draft_sum.log() - target_sum.log()
     if change is not None:
@@ -84,22 +73,22 @@ def compare(rows: Rows, temperature: Tensor) -> tuple[Comparison, Tensor]:
         sums[-1] += rows.outside
     change = None
     if not on_host(difference) or bool((difference.abs().amax(dim=-1) <= 1).any()):
-        change = block_sums(weight_change(weights[0], difference)).sum(dim=-1)
+        changes = difference.expm1().mul_(weights[0]).masked_fill_(difference.abs() > 1, torch.nan)  # w (exp(D) - 1)
+        change = block_sums(changes).sum(dim=-1)
         if rows.outside is not None:
             change = change.masked_fill(rows.outside > 0, torch.nan)
     ratio = log_sum_ratio(sums[0], sums[1], change)
     return Comparison(weights[0], sums[0], difference, ratio), by_block[0]
 
 
-def most_left(log_sum_ratio: Tensor, log_running_ratio: Tensor) -> Tensor:
-    """Return the largest weight of the residual at one token: 0 if q is a point mass on it, unless c is infinite."""
-    difference = log_sum_ratio - log_running_ratio
-    return torch.full_like(difference, torch.inf).masked_fill_(difference == torch.inf, 0)
+def exclude_token(weights: Tensor, token_ids: Tensor, log_sum_ratio: Tensor, log_running_ratio: Tensor) -> Tensor:
+    """Set one token's weight to 0, in place, in rows where q is a point mass on it and c is finite.
 
-
-def leave_out(weights: Tensor, token_ids: Tensor, log_sum_ratio: Tensor, log_running_ratio: Tensor) -> Tensor:
-    """Limit the weight of one token of each row to `most_left`, in place: [rows, vocab] weights, other arguments [rows]."""
-    return weights.scatter_reduce_(1, token_ids[:, None], most_left(log_sum_ratio, log_running_ratio)[:, None], "amin")
+    Weights are [rows, vocab], other arguments [rows].
+    """
+    difference = log_sum_ratio - log_running_ratio  # NaN if both are infinite
+    limit = torch.full_like(difference, torch.inf).masked_fill_(difference == torch.inf, 0)
+    return weights.scatter_reduce_(1, token_ids[:, None], limit[:, None], "amin")
 
 
 class Residual(NamedTuple):
@@ -154,7 +143,9 @@ def residual(
         rows, _ = read((target,), (sampling,))
         row_max = mark_greedy(rows, greedy).row_max[0]
         weights = exp_scaled(rows.logits[0], row_max, sampling.temperature[:, None])
-        weights = leave_out(weights, token_ids, weights.new_full(log_running_ratio.shape, torch.inf), log_running_ratio)
+        weights = exclude_token(
+            weights, token_ids, weights.new_full(log_running_ratio.shape, torch.inf), log_running_ratio
+        )
         # If nothing is left, all of p is on the excluded token, which is then `first`.
         found = Residual(weights, None, None, token_ids[:, None] if rows.first is None else rows.first[0])
         return found, rows.row_max[0, :, 0] == -torch.inf
@@ -162,7 +153,7 @@ def residual(
     comparison, sums = compare(mark_greedy(rows, greedy), sampling.temperature)
     weights = comparison.residual_weights(log_running_ratio)
     if rows.first is not None:
-        weights = leave_out(weights, rows.first[1].squeeze(1), comparison.log_sum_ratio, log_running_ratio)
+        weights = exclude_token(weights, rows.first[1].squeeze(1), comparison.log_sum_ratio, log_running_ratio)
     first = None if rows.first is None else rows.first[0]
     found = Residual(weights, (comparison.target_weights, sums), comparison.target_sum, first)
     return found, rows.row_max[0, :, 0] == -torch.inf

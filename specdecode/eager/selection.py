@@ -27,9 +27,9 @@ Compute = Callable[..., tuple[Tensor, ...]]
 
 
 def gathered(logits: Any) -> Any:
-    """Return logits as a tensor: lazy rows are gathered now, also inside a named tuple.
+    """Return logits as a tensor: indexed rows are copied now, also inside a named tuple.
 
-    Rows of a draft's own vocabulary stay `vocabulary.DraftVocabRows`, of a tensor.
+    `vocabulary.DraftVocabRows` keep their type; their logits become a tensor.
     """
     if isinstance(logits, tuple):
         return type(logits)(*map(gathered, logits))
@@ -83,7 +83,7 @@ def by_case(case: Tensor, compute: Compute, otherwise: Compute, *tensors: Any) -
     return tuple(torch.cat(pair)[order] for pair in zip(*parts))
 
 
-def by_kind(
+def by_greedy(
     greedy: Tensor | bool, draw: Compute, pick: Compute, logits_each: int, logits: Tensor, *tensors: Any
 ) -> tuple[Tensor, ...]:
     """Apply `pick` to greedy requests, and `draw` to the others; `draw` also receives a mask of greedy rows, or None.
@@ -142,8 +142,8 @@ def copy(models: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
 def mark_greedy(rows: Rows, greedy: Tensor | None) -> Rows:
     """Make the maxima of greedy rows infinite.
 
-    With an infinite maximum, `exp_scaled` returns weights whose sum is 0 or NaN; where a sum is not positive, the token
-    is `first`. Writing the weights of a point mass would need a pass over all rows.
+    With an infinite maximum, the weights from `exp_scaled` sum to 0 or NaN, and a row whose sum is not positive draws
+    `first`. Writing the weights of a point mass would need a pass over all rows.
 
     Args:
         rows: [models, ..., vocab].
@@ -158,9 +158,9 @@ def or_first(token_ids: Tensor, total: Tensor, first: Tensor | None) -> Tensor:
 
 
 def point_masses(rows: Rows, greedy: Tensor | None = None) -> Rows:
-    """Make a row the point mass on its first largest entry if its maximum is not finite, or if it is `greedy`.
+    """Make rows that are greedy, or have an infinite maximum, point masses on their first largest entry, in place.
 
-    Such a row becomes 0 at that entry and -inf elsewhere, in place.
+    A point mass is 0 at that entry and -inf elsewhere.
 
     Args:
         rows: [models, ..., vocab].

@@ -6,7 +6,7 @@ from torch import Tensor
 from specdecode.batch import SamplerOutput
 from specdecode.eager.greedy import argmax
 from specdecode.eager.inputs import Inputs
-from specdecode.eager.selection import block_sums, by_kind, exp_scaled, mark_greedy, or_first, select
+from specdecode.eager.selection import block_sums, by_greedy, exp_scaled, mark_greedy, or_first, select
 from specdecode.eager.truncation import RowSampling, read
 from specdecode.noise import SELECT
 
@@ -58,15 +58,13 @@ def sample(
         result = token_ids, token_ids.new_zeros(token_ids.shape, dtype=sampling.temperature.dtype), is_empty
         return (*result, token_ids.clone()) if sampling.truncates else result
 
-    return by_kind(greedy, draw, pick, logits.shape[1:].numel(), logits, sampling, seeds, positions)
+    return by_greedy(greedy, draw, pick, logits.shape[1:].numel(), logits, sampling, seeds, positions)
 
 
 def verify(inputs: Inputs, scheduled: Tensor | None = None) -> SamplerOutput:
     """Accept drafts while each is the target's own sample; then emit the target's own sample.
 
-    Args:
-        inputs: the batch.
-        scheduled: [batch, num_draft_tokens] bool, scheduled accept decisions that replace the computed ones, or None.
+    `scheduled`, [batch, num_draft_tokens] bool, replaces the computed accept decisions.
     """
     token_ids, _, is_empty, *_ = sample(
         inputs.target_logits,

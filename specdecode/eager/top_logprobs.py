@@ -11,33 +11,29 @@ from torch import Tensor
 from specdecode.batch import MOST_KEPT, SamplerOutput, VerificationBatch
 from specdecode.eager.greedy import argmax
 from specdecode.eager.inputs import Inputs
-from specdecode.eager.selection import Compute, Rows, block_sums, by_kind, exp_scaled, point_masses
+from specdecode.eager.selection import Compute, Rows, block_sums, by_greedy, exp_scaled, point_masses
 from specdecode.eager.truncation import RowSampling, read
 
 
 def with_lists(inputs: Inputs, raw_logits: Any, output: SamplerOutput, batch: VerificationBatch) -> SamplerOutput:
-    """Return the output with the requested lists for the rows of its tokens.
+    """Return the output with the lists that the batch requests, for the rows of its tokens.
 
-    Args:
-        inputs: the batch.
-        raw_logits: [batch, num_draft_tokens + 1, vocab] target logits, not adjusted.
-        output: the output without lists.
-        batch: defines which lists are requested.
+    `raw_logits` are the target's, [batch, num_draft_tokens + 1, vocab], not adjusted.
     """
-    is_behind = output.token_ids < 0
+    is_after_last = output.token_ids < 0
     if batch.top_logprobs > 0:
         is_raw = batch.logprobs == "raw"
         token_ids, logprobs = top_logprobs(inputs, raw_logits if is_raw else None, batch.top_logprobs)
         output = output._replace(
-            top_token_ids=token_ids.masked_fill(is_behind[..., None], -1),
-            top_logprobs=logprobs.masked_fill(is_behind[..., None], torch.nan),
+            top_token_ids=token_ids.masked_fill(is_after_last[..., None], -1),
+            top_logprobs=logprobs.masked_fill(is_after_last[..., None], torch.nan),
         )
     if batch.kept_sets:
         num_kept, token_ids, cutoff = kept_sets(inputs)
         output = output._replace(
-            num_kept=num_kept.masked_fill(is_behind, 0),
-            kept_token_ids=token_ids.masked_fill(is_behind[..., None], -1),
-            kept_cutoff=cutoff.masked_fill(is_behind, -1),
+            num_kept=num_kept.masked_fill(is_after_last, 0),
+            kept_token_ids=token_ids.masked_fill(is_after_last[..., None], -1),
+            kept_cutoff=cutoff.masked_fill(is_after_last, -1),
         )
     return output
 
@@ -56,10 +52,11 @@ def top_logprobs(inputs: Inputs, raw_logits: Any | None, count: int) -> tuple[Te
     """
 
     def of_rows(logits: Tensor, sampling: RowSampling, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
-        return likeliest(*drawn_from(logits, sampling, greedy)[:1], sampling.temperature, count)
+        rows, _ = sampled_rows(logits, sampling, greedy)
+        return likeliest(rows, sampling.temperature, count)
 
     def of_point_mass(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        token_ids = alone(argmax(logits)[0], count)
+        token_ids = lists_of_one(argmax(logits)[0], count)
         return token_ids, torch.zeros_like(token_ids, dtype=torch.float32).masked_fill_(token_ids < 0, -torch.inf)
 
     return of_all_rows(inputs, raw_logits, of_rows, of_point_mass)
@@ -74,12 +71,16 @@ def kept_sets(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """
 
     def of_rows(logits: Tensor, sampling: RowSampling, greedy: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        rows, cutoffs = drawn_from(logits, sampling, greedy)
+        rows, cutoffs = sampled_rows(logits, sampling, greedy)
         return *listed(rows.logits[0] > -torch.inf), cutoffs
 
     def of_point_mass(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
         token_ids = argmax(logits)[0]
-        return torch.ones_like(token_ids, dtype=torch.int32), alone(token_ids, MOST_KEPT).to(torch.int32), token_ids
+        return (
+            torch.ones_like(token_ids, dtype=torch.int32),
+            lists_of_one(token_ids, MOST_KEPT).to(torch.int32),
+            token_ids,
+        )
 
     return of_all_rows(inputs, None, of_rows, of_point_mass)
 
@@ -88,10 +89,10 @@ def of_all_rows(inputs: Inputs, raw_logits: Any | None, of_rows: Compute, of_poi
     """Apply `of_rows` to all rows, and `of_point_mass` to the rows of greedy requests."""
     sampling = inputs.sampling if raw_logits is None else RowSampling(torch.ones_like(inputs.temperature))
     logits, greedy = (inputs.target_logits, inputs.greedy) if raw_logits is None else (raw_logits, False)
-    return by_kind(greedy, of_rows, of_point_mass, logits.shape[1:].numel(), logits, sampling.at(slice(None), None))
+    return by_greedy(greedy, of_rows, of_point_mass, logits.shape[1:].numel(), logits, sampling.at(slice(None), None))
 
 
-def drawn_from(logits: Tensor, sampling: RowSampling, greedy: Tensor | None) -> tuple[Rows, Tensor]:
+def sampled_rows(logits: Tensor, sampling: RowSampling, greedy: Tensor | None) -> tuple[Rows, Tensor]:
     """Return rows with finite logits where p > 0 and -inf elsewhere, and the last kept token of each row.
 
     A point mass is 0 at its token, which is the last kept token.
@@ -119,9 +120,9 @@ def likeliest(rows: Rows, temperature: Tensor, count: int) -> tuple[Tensor, Tens
     sums = block_sums(exp_scaled(logits, row_max, temperature)).sum(dim=-1, keepdim=True)
     is_none = values == -torch.inf
     logprobs = ((values - row_max) / temperature - sums.log()).to(torch.float32)
-    more = 0, count - values.shape[-1]  # entries than tokens
-    token_ids = torch.nn.functional.pad(token_ids.masked_fill(is_none, -1), more, value=-1)
-    return token_ids, torch.nn.functional.pad(logprobs, more, value=-torch.inf)
+    padding = 0, count - values.shape[-1]  # for a vocabulary of fewer tokens
+    token_ids = torch.nn.functional.pad(token_ids.masked_fill(is_none, -1), padding, value=-1)
+    return token_ids, torch.nn.functional.pad(logprobs, padding, value=-torch.inf)
 
 
 def listed(is_kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,11 +130,11 @@ def listed(is_kept: Tensor) -> tuple[Tensor, Tensor]:
     ids = torch.arange(is_kept.shape[-1], dtype=torch.int32, device=is_kept.device)
     num_kept = is_kept.sum(dim=-1)
     is_listed = is_kept & (num_kept <= MOST_KEPT)[..., None]
-    entries = (is_kept.cumsum(dim=-1) - 1).where(is_listed, MOST_KEPT)  # one more entry collects all other tokens
+    entries = (is_kept.cumsum(dim=-1) - 1).where(is_listed, MOST_KEPT)  # other tokens go to an extra entry
     token_ids = ids.new_full((*is_kept.shape[:-1], MOST_KEPT + 1), -1)
     return num_kept.to(torch.int32), token_ids.scatter_(-1, entries, ids.expand_as(entries))[..., :MOST_KEPT]
 
 
-def alone(token_ids: Tensor, count: int) -> Tensor:
+def lists_of_one(token_ids: Tensor, count: int) -> Tensor:
     """Return lists with one token, padded with -1, [..., count] int64, given token ids [...] int64."""
     return torch.nn.functional.pad(token_ids[..., None], (0, count - 1), value=-1)

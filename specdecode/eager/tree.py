@@ -126,8 +126,8 @@ def columns(name: str, rounds: list[SamplerOutput], token_ids: Tensor) -> Tensor
 def siblings(batch: RowBatch, width: int) -> Tensor:
     """Draw the children of a node from each row, [batch, width] int64, the likeliest first.
 
-    They are the tokens with the smallest lags in the race that draws the target's own token, so the likeliest to be this
-    token come first; -1 if fewer are possible. For greedy requests they are the tokens with the largest logits.
+    They are the tokens with the smallest lags in the race that draws the target's own token, then -1 if fewer are
+    possible. For greedy requests they are the tokens with the largest logits.
     """
     temperature, greedy = row_temperature(batch.temperature, batch.logits)
     seeds, positions = seeds_and_positions(batch, torch.arange(len(batch.logits), device=batch.logits.device))
@@ -153,8 +153,8 @@ def siblings(batch: RowBatch, width: int) -> Tensor:
 def race_order(weights: Tensor, seeds: Tensor, positions: Tensor, width: int) -> Tensor:
     """Return the tokens with the smallest lags in the race of [rows, padded vocab] weights, [rows, width] int64.
 
-    The lag of a token is log t_b - log t_best + log t_v - log t_first. The times t = E / w are of its block, of the first
-    block, of the token itself, and of the first token of its block. Only the first `width` blocks can matter.
+    The lag of token v in block b is log(t_b / t_best) + log(t_v / t_first), where times are E / w, t_best is the smallest
+    time of a block, and t_first the smallest time of a token in block b. Only the first `width` blocks can matter.
     """
     sums = block_sums(weights)
     num_blocks, size = sums.shape[1], weights.shape[1] // sums.shape[1]
@@ -166,9 +166,8 @@ def race_order(weights: Tensor, seeds: Tensor, positions: Tensor, width: int) ->
     token_ids = (blocks[:, :, None] * size + ids[:size]).flatten(1)
     times = exponential(*counters, token_ids, SELECT[1]) / weights.gather(1, token_ids)
     times = times.view(len(times), -1, size)
-    lags = (times / times.amin(dim=2, keepdim=True)).log() + (block_times / block_times[:, :1]).log().gather(1, order)[
-        ..., None
-    ]
+    block_lags = (block_times / block_times[:, :1]).log().gather(1, order)
+    lags = (times / times.amin(dim=2, keepdim=True)).log() + block_lags[..., None]
     lags = lags.flatten(1).nan_to_num(nan=torch.inf, posinf=torch.inf)
     lags, first = lags.sort(dim=1, stable=True)
     token_ids = token_ids.gather(1, first).masked_fill(lags == torch.inf, -1)[:, :width]

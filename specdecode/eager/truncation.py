@@ -22,8 +22,7 @@ class RowSampling(NamedTuple):
     """> 0 and in the dtype of computation."""
 
     target_temperature: Tensor | None = None
-    """For draft rows, the target's temperature, to which their logits are rescaled for comparison; None: the same
-    temperature."""
+    """Of draft rows, the target's temperature; their logits are rescaled to it for comparison. None: the same."""
 
     top_k: Tensor | None = None
     """int64, at least 1; None: all tokens."""
@@ -136,9 +135,9 @@ def read(models: tuple[Tensor, ...], samplings: tuple[RowSampling, ...]) -> tupl
 def to_one_temperature(logits: Tensor, row_max: Tensor, samplings: tuple[RowSampling, ...]) -> Tensor:
     """Rescale the last model's rows to the temperature T of the first, in place; return the rows' maxima.
 
-    softmax(l / T') = softmax(l' / T) where l' = ((l - max) / T') T. This rounds. Where T' differs from T, the target's
-    rows are rounded in the same way; where it does not, no row is rounded. So equal distributions stay equal, and
-    rounding is not mistaken for a residual. A row with an infinite maximum is a point mass.
+    softmax(l / T') = softmax(l' / T) where l' = ((l - max) / T') T. This rounds, so where T' differs from T, the target's
+    rows are rounded in the same way. Equal distributions then stay equal, and rounding is not mistaken for a residual. A
+    row with an infinite maximum is a point mass, and remains as it is.
 
     Args:
         logits: [models, ..., vocab].
@@ -148,13 +147,13 @@ def to_one_temperature(logits: Tensor, row_max: Tensor, samplings: tuple[RowSamp
     if samplings[-1].target_temperature is None:
         return row_max
     common = samplings[-1].target_temperature[..., None]
-    moved = row_max.isfinite() & (samplings[-1].temperature[..., None] != common)
-    if on_host(moved) and not moved.any():
+    is_rescaled = row_max.isfinite() & (samplings[-1].temperature[..., None] != common)
+    if on_host(is_rescaled) and not is_rescaled.any():
         return row_max
-    logits.sub_(row_max.masked_fill(~moved, 0))
-    for rows, where, sampling in zip(logits, moved, samplings):
+    logits.sub_(row_max.masked_fill(~is_rescaled, 0))
+    for rows, where, sampling in zip(logits, is_rescaled, samplings):
         rows.div_(sampling.temperature[..., None].where(where, 1)).mul_(common.where(where, 1))
-    return row_max.masked_fill(moved, 0)
+    return row_max.masked_fill(is_rescaled, 0)
 
 
 def read_and_spread(

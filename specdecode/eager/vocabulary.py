@@ -1,8 +1,7 @@
 """Draft rows over their own vocabulary, in PyTorch: truncated over that vocabulary, and spread chunk by chunk.
 
 Draft rows stay short until they are computed. Then the rows of a chunk are truncated in the order of the draft's ids, and
-their logits are moved to the target's ids, with -inf for tokens that the draft lacks. The result are ordinary rows:
-softmax gives 0 for these tokens.
+their logits are moved to the target's ids, with -inf for tokens that the draft lacks: softmax gives 0 there.
 """
 
 from typing import Any

@@ -120,17 +120,8 @@ def unchecked(
 ) -> VerificationBatch:
     """Return the batch that a sampler passes to a backend after checking these arguments.
 
-    Args:
-        temperature: [batch]; in a packed call [num_slots], like all sampling parameters.
-        top_k: given together with `top_p` and `min_p`, or none of the three.
-        top_p: see `top_k`.
-        min_p: see `top_k`.
-        draft_sampling: has only a temperature.
-        row_starts: of a packed call, like the next three arguments.
-        num_draft_tokens: the most drafts of a request.
-        slots: of requests.
-        row_positions: of the tokens fed at the rows.
-        **others: fields of the batch.
+    The arguments are as for `check_verification`. All or none of `top_k`, `top_p` and `min_p` are given. `draft_sampling`
+    has only a temperature. `others` are fields of the batch.
     """
     absent = {"draft_logits": None, "draft_logsumexp": None, "positions": None}
     rows = None
@@ -153,8 +144,7 @@ def warm_up(
     Args:
         sampler: makes the calls.
         calls: arguments of `sampler.warmup`.
-        share: the fields of a `Share`: this process's part of the compilation, if several processes need the same
-            kernels.
+        share: returns the fields of a `Share`, if several processes need the same kernels.
     """
     warmups = [functools.partial(sampler.warmup, **call) for call in calls]
     if calls and calls[0]["target_logits"].is_cuda:
@@ -208,7 +198,7 @@ class Interval(NamedTuple):
     copied: Any = None  # the event recorded after the copy of the sums; None: no copy
 
     def line(self, how: str) -> str:
-        """Return the log line; `how` says what happens to steps in `left`."""
+        """Return the log line, with the words `how` about the steps in `left`."""
         drafts, accepted, invalid = self.sums.tolist()
         length = f"{1 + accepted / drafts:.2f}" if drafts else "-"
         reasons = "; ".join(f"{steps} with {reason}" for reason, steps in self.left.most_common())
@@ -227,7 +217,7 @@ class StepMetrics:
     Args:
         fallbacks: the steps left to the engine; lines go to their logger.
         interval: seconds between two lines; 0: no lines.
-        how: what happens to the steps in `fallbacks`, in the words of the line.
+        how: the words of the line about the steps in `fallbacks`.
         invalid_warning: the format of the warning of invalid requests, which takes their number.
         clock: seconds.
     """

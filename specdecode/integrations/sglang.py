@@ -223,7 +223,7 @@ class EagleSample:
         return results
 
     def draws_drafts(self) -> bool:
-        """Return whether SGLang draws drafts, and the method needs their probabilities."""
+        """Return whether SGLang draws drafts from probabilities that the method needs."""
         return self.verifier.method != "strict" and bool(self.engine.settings().speculative_use_rejection_sampling)
 
     def why_not(self, step: StepInputs) -> str | None:
@@ -279,9 +279,7 @@ class EagleSample:
     def warm_up_once(self, call: dict[str, Any], info: Any) -> None:
         """Compile all kernels at the first call: SGLang's own warm-up makes it, with a greedy request.
 
-        Args:
-            call: the sampler's arguments, without draft logits and truncation.
-            info: SGLang's sampling parameters, with truncation.
+        `call` has the sampler's arguments without draft logits and truncation; `info` has the truncation.
         """
         dtype = call["target_logits"].dtype
         if dtype in self.warm:
@@ -374,9 +372,7 @@ def as_result(output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
 def warm_up_trees(call: dict[str, Any], info: Any) -> None:
     """Compile the kernels of trees, with truncation and without, for any number of requests.
 
-    Args:
-        call: the arguments of `RejectionSampler.tree`, without truncation.
-        info: SGLang's sampling parameters, with truncation.
+    `call` has the arguments of `RejectionSampler.tree` without truncation; `info` has the truncation.
     """
     backend = backends.choose("auto", call["target_logits"])
     if backend is eager:

@@ -7,9 +7,9 @@ No adjusted copy is written. Counts and masks are loaded with the logits (`load_
 separately (a compiler may round a * b + c once or twice), and l / r is computed as l times the rounded 1 / r.
 
 For each logit, 2 bytes in bfloat16, a penalised request also reads a count of 4 bytes, which the rows of a request share,
-and one bit of the prompt mask; an allowed mask adds one bit. Where rows are read for their statistics, one branch
-(`may_change`) skips the work for requests without penalties and for programs whose tokens have no bias. Elsewhere such
-requests load no counts, and the zeros in their place change nothing.
+and one bit of the prompt mask; an allowed mask adds one bit. In the launch that reads, one branch (`may_change`) skips the
+work for requests without penalties and for programs whose tokens have no bias. In other launches such requests load no
+counts, and the zeros in their place change nothing.
 """
 
 import triton
@@ -74,7 +74,7 @@ def load_counts(counts_ptr, tokens, part: tl.constexpr, wanted):
 
 @triton.jit
 def load_adjustments(tokens, adjustments):
-    """Return the counts and masks of tokens, for `adjusted`; they are in flight while other work is done."""
+    """Return the counts and masks of tokens, for `adjusted`. They may be loaded early, and used after other work."""
     counts, in_prompt, allowed = (), (), ()
     for part in tl.static_range(len(tokens.ids)):
         if exists(adjustments.penalties):
@@ -90,7 +90,7 @@ def load_adjustments(tokens, adjustments):
 
 @triton.jit
 def in_span(token_ids, span):
-    """Return 1 for tokens inside a span, 0 for others; the token -1 is in no span, not even in the span of -1."""
+    """Return 1 for tokens inside a span, 0 for others; the token -1 is in no span."""
     return ((token_ids >= tl.maximum(span[0], 0)) & (token_ids <= span[1])).to(tl.int32)
 
 
@@ -190,7 +190,7 @@ def adjusted(parts, loaded, tokens, span, adjustments):
 def may_change(adjustments, span):
     """Return whether adjustments may change logits of the tokens in a span."""
     if exists(adjustments.allowed):
-        # Not just True: without a branch the compiler adjusts each part before it loads the next.
+        # Not the constant True: without a branch the compiler adjusts each part before it loads the next.
         return span[0] <= span[1]
     else:
         changes = tl.full([], False, tl.int1)
@@ -221,19 +221,19 @@ def with_drafts(row, sizes):
 
 
 @triton.jit
-def rarely(FUNCTION: tl.constexpr, row, arguments, sizes):
-    """Call a function that rarely runs with a row, a tuple of other arguments, and sizes; return its result.
+def call_out_of_line(FUNCTION: tl.constexpr, row, arguments, sizes):
+    """Call a function with a row, a tuple of other arguments and sizes; for rows with adjustments without inlining it.
 
-    The function takes and returns scalars only. For rows with adjustments it is not inlined: Triton's compile time grows
-    with the cube of a function's length.
+    It is for functions that rarely run: Triton's compile time grows with the cube of a function's length. Beside the row
+    they take and return scalars only.
     """
     if exists(row.adjustments):
-        return apart(FUNCTION, without_drafts(row), arguments, sizes)
+        return out_of_line(FUNCTION, without_drafts(row), arguments, sizes)
     else:
         return FUNCTION(row, *arguments, sizes)
 
 
 @triton.jit(noinline=True)
-def apart(FUNCTION: tl.constexpr, row, arguments, sizes):
-    """Call a function with an adjusted row and return its result; the row is passed without its tensor of drafts."""
+def out_of_line(FUNCTION: tl.constexpr, row, arguments, sizes):
+    """Call a function with an adjusted row, which is passed without its tensor of drafts; return its result."""
     return FUNCTION(with_drafts(row, sizes), *arguments, sizes)

@@ -30,9 +30,7 @@ class Rows(NamedTuple):
     stride_request: AlignedInt64
     stride_offset: AlignedInt64
     stride_token: Stride  # 1 if rows are contiguous
-    ALIGNED: (
-        Constant  # rows are contiguous and start at multiples of 16 bytes; sizes and strides are multiples of 16 logits
-    )
+    ALIGNED: Constant  # contiguous, starts at multiples of 16 bytes; size and strides are multiples of 16 logits
 
 
 class DraftVocabulary(NamedTuple):
@@ -48,7 +46,7 @@ class Packing(NamedTuple):
 
     row_starts_ptr: Pointer  # [batch + 1] int32 or int64: a request's first row, where the previous request's rows end
     num_rows: Int64
-    slots_ptr: Pointer  # [batch] int32 or int64, or None: the request itself
+    slots_ptr: Pointer  # [batch] int32 or int64, or None: the slot is the request's index
     num_slots: Int64
     IS_ROUND: Constant  # a round of a tree: row_starts are [batch], the one row of each request
     path_ptr: Pointer  # [batch, depth] int64, in a round: the tokens between node 0 and the row; None: no penalties
@@ -80,9 +78,7 @@ class Requests(NamedTuple):
     SEEDS_BY_REQUEST: Constant  # in a packed call, too
     first_seed: Int64
     positions_ptr: Pointer  # [batch] int64 absolute position of the token at offset 0, or None: 0; always by request
-    row_positions_ptr: (
-        Pointer  # [num_rows] int64 position of the token fed at a row, one before the drawn token's; or None
-    )
+    row_positions_ptr: Pointer  # [num_rows] int64 position of each row's fed token, one before the drawn one's; or None
     block_domain: Int32  # noise domains of emitted tokens
     token_domain: Int32
 
@@ -239,13 +235,13 @@ class BlockDecision(NamedTuple):
 
 
 class Searching(NamedTuple):
-    """The config of the launch that emits: the search of blocks in the order of their bounds, and a program's part."""
+    """The config of the launch that emits: the search of blocks in the order of their bounds, and the work of a program."""
 
     TOP: Constant  # blocks that are searched first
     BLOCKS: Constant  # blocks that each further iteration searches
     BLOCK_N: Constant  # logits of each that are loaded at once
     PER_ROW: Constant  # a program for each row decides about its draft; False: first rejected rows are known
     PUBLISHED: Constant  # rejections were published while reading: later rows do not matter
-    DECIDES_BLOCK: Constant  # in block verification: the number of accepted drafts is decided first
+    DECIDES_BLOCK: Constant  # in block verification: decide the number of accepted drafts first
     SUMS: Constant  # the workspace has the block sums of the residual to draw from
     OVERLAPS: Constant

@@ -2,9 +2,9 @@
 
     c_{i+1} = min(1, c_i p(x_i) / q(x_i))    h_i = A_i / (A_i + 1 - c_i)    A_i = sum max(0, c_i p - q)
 
-The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So most i are decided without reading logits:
-i is rejected if eta_i > c_i; it is accepted if c_i = 1, or if it is the last and eta_i <= c_i; and A_i is known if p or q
-is a point mass. An *open* (undecided) i matters only above the largest accepted one.
+The number of accepted drafts is the largest i with eta_i <= h_i, where h_i <= c_i <= 1. Most i are decided without reading
+logits: i is rejected if eta_i > c_i, and accepted if c_i = 1, or if no draft follows and eta_i <= c_i; and A_i is known if
+p or q is a point mass. An undecided i is *open*. It matters only if it is larger than every accepted i.
 
 1. `ratio_kernel`, a program for each draft: p(x) / q(x) from the statistics of both rows, and its row's `Residual`.
 2. `decide_kernel`, a program for each number of drafts: decides without reading, or lists the residual.
@@ -50,9 +50,9 @@ from specdecode.kernels.vocabulary import NO_ID
 
 LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED = (tl.constexpr(field) for field in range(7))
 LOG_C, LEAST, DECISION, TERMS = (tl.constexpr(field) for field in range(7, 11))
-"""The fields of the workspace's terms at each offset i of a request. Of its draft: log p(x) / q(x). Of its row: the four
-fields of the `Residual`, log(sum of p), and `shared_logprob`. Of accepting the i drafts before it: log c_i, the least
-residual mass for accepting, and the decision if it needs no block sums."""
+"""The fields of the workspace's terms at each offset i of a request: of the draft there, log p(x) / q(x); of the row, the
+four fields of the `Residual`, log(sum of p), and `shared_logprob`; of the i drafts before it, log c_i, the least residual
+mass at which they are accepted, and the decision, `OPEN` if it needs block sums."""
 
 REJECTED, OPEN, ACCEPTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.0)
 
@@ -65,7 +65,7 @@ def terms_at(workspace, request, offset, sizes):
 
 @triton.jit
 def shared_logprob(context, terms, inputs, workspace, sizes):
-    """Return log sum min(p, q) where p or q is a point mass: the log-probability of its token under the other."""
+    """Return log sum min(p, q) if p or q is a point mass: the log-probability of its token in the other distribution."""
     shared = 0.0
     _, _, p, draft_normalizer, residual = terms
     if p.point_mass_token >= 0:
@@ -88,7 +88,7 @@ def shared_logprob(context, terms, inputs, workspace, sizes):
 
 @triton.jit
 def store_terms(terms_ptr, terms, shared):
-    """Store the terms that decide about a draft, and the terms of its row's residual."""
+    """Store the fields from LOG_RATIO to SHARED of an offset."""
     row_max, draft_max, log_sum_ratio, subtracted = terms.residual
     log_ratio = tl.where(is_possible(terms), terms.log_p - terms.log_q, -INFINITY)
     tl.store(terms_ptr + LOG_RATIO, log_ratio)
@@ -122,7 +122,7 @@ def least_mass(log_uniform, log_c):
 def decide_without_reading(request, num_drafts, log_uniform, workspace, sizes):
     """Return the decision about each number of drafts without reading logits, [MAX_DRAFTS].
 
-    Also, [MAX_DRAFTS] each: log c_i, the least residual mass relative to p's maximum for accepting, and `SUBTRACTED`.
+    Also, [MAX_DRAFTS] each: log c_i, the least residual mass for accepting (relative to p's maximum), and `SUBTRACTED`.
     """
     counts = tl.arange(0, sizes.MAX_DRAFTS)
     terms_ptr = terms_at(workspace, request, counts, sizes)
@@ -135,7 +135,7 @@ def decide_without_reading(request, num_drafts, log_uniform, workspace, sizes):
     log_sum = tl.load(terms_ptr + LOG_SUM, mask=has_draft, other=0.0)
     log_c = running_ratio(log_ratios, num_drafts, sizes)
     least = least_mass(log_uniform, log_c)
-    # Where p is a point mass nothing is subtracted from it, and its token is less likely under q / c than under q.
+    # Where p is a point mass, nothing is subtracted from it; then c matters: A / c = 1 - q(token) / c.
     known_mass = one_minus_exp2((shared - tl.where(subtracted == NONE, log_c, 0.0)) * LOG2_E)
     decision = tl.where(known_mass >= least, ACCEPTED, REJECTED)
     decision = tl.where(subtracted == ROW, OPEN, decision)
@@ -146,7 +146,7 @@ def decide_without_reading(request, num_drafts, log_uniform, workspace, sizes):
 
 @triton.jit
 def undecided(decision, counts):
-    """Return the largest number of drafts accepted so far, and 1 for each larger number that is open, else 0 (int32)."""
+    """Return the largest number of drafts known to be accepted, and for each number 1 if it is larger and open, else 0."""
     accepted = tl.max(tl.where(decision == ACCEPTED, counts, 0), 0)
     return accepted, ((decision == OPEN) & (counts > accepted)).to(tl.int32)
 
@@ -178,7 +178,7 @@ def decide_kernel(inputs, workspace, sizes, config):
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     counts = tl.arange(0, sizes.MAX_DRAFTS)
     uniforms = uniform(load_key(inputs.requests, request), counts - 1, counts - 1, ACCEPT)
-    log_uniform = tl.where(counts > 0, tl.log(uniforms), -INFINITY)  # no drafts are always accepted
+    log_uniform = tl.where(counts > 0, tl.log(uniforms), -INFINITY)  # the number 0 is always accepted
     admit_next_launch(config.OVERLAPS)
     await_launch(config.OVERLAPS)
     if offset <= num_drafts:
@@ -206,7 +206,7 @@ def load_residual(terms_ptr, log_c):
 
 @triton.jit
 def sum_kernel(inputs, workspace, sizes, config):
-    """Sum `BLOCKS` blocks of a listed residual, or of several in turn if there are more residuals than programs."""
+    """Sum `BLOCKS` blocks of a listed residual; a program takes several such shares if there are more than programs."""
     admit_next_launch(config.OVERLAPS)
     await_launch(config.OVERLAPS)
     chunks = tl.cdiv(sizes.num_blocks, config.BLOCKS)

@@ -1,10 +1,10 @@
 """Search a row's blocks in the order of their bounds, with early exit once the remaining blocks cannot matter.
 
 A block's score requires reading the block in both rows; an upper bound of the score does not. The bound and the block
-index are packed into one int32, a key: the index replaces the lowest bits of the bound. The key counts as if these bits
-were all ones, so it remains an upper bound. The next blocks are then found by integer maxima. A search begins with the
-`TOP` largest keys of all, which is often enough. Then it continues with the largest key of each of `BLOCKS` columns. Of
-blocks with equal scores the lowest index wins, whatever the order of the search: see `ranked`.
+index are packed into one int32, a key: the index replaces the lowest bits of the bound. With these bits set to ones the key
+remains an upper bound (`upper_bound`). The next blocks are then found by integer maxima. A search begins with the `TOP`
+largest keys, which is often enough. Then it takes the largest key of each of `BLOCKS` columns at a time. Of blocks with
+equal scores the lowest index wins, in any order of the search: see `ranked`.
 """
 
 import triton
@@ -43,7 +43,7 @@ def blocks_of(keys, sizes):
 
 
 @triton.jit
-def most_of(keys, sizes):
+def upper_bound(keys, sizes):
     """Return an upper bound of each key's bound, as the bits of a float32; -1 for the key -1."""
     return keys | (sizes.MAX_BLOCKS - 1)
 

@@ -48,8 +48,8 @@ LIMITS = ("top_k", "top_p", "min_p", "draft_top_k", "draft_top_p", "draft_min_p"
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 STRIDED, DENSE, ALIGNED = "strided", "dense", "aligned"
-"""The layouts of logits rows: any; contiguous tokens; and aligned, that is contiguous with starts at multiples of 16
-bytes, and a width and strides that are multiples of 16 logits."""
+"""The layouts of logits rows: any strides; contiguous rows; contiguous rows that start at multiples of 16 bytes, with a
+width and strides that are multiples of 16 logits."""
 
 
 class Structure(NamedTuple):
@@ -73,7 +73,7 @@ class Structure(NamedTuple):
     penalizes: bool  # target rows may have penalties
     counts_are_aligned: bool  # the counts of emitted tokens
     width: int  # number of siblings drawn from each row; 0: one token
-    flat: bool  # more requests, or rows of a request, than a grid's second and third dimensions can have
+    flat: bool  # more requests, or rows of a request, than the second and third dimensions of a grid allow
 
     @property
     def has_drafts(self) -> bool:
@@ -95,12 +95,12 @@ def layout_of(rows: Tensor) -> str:
 
 
 def at_least(least: int, size: int) -> int:
-    """Return the next power of two of a size, but at least a minimum; kernels are compiled for the result."""
+    """Return max(least, the next power of two of a size)."""
     return least if size <= least else triton.next_power_of_2(size)
 
 
-def class_of(num_draft_tokens: int, vocab_size: int) -> tuple[int, int, bool]:
-    """Return the size constants of kernels: MAX_BLOCKS, MAX_DRAFTS and ALIGNED."""
+def size_constants(num_draft_tokens: int, vocab_size: int) -> tuple[int, int, bool]:
+    """Return the sizes that kernels are compiled for: MAX_BLOCKS, MAX_DRAFTS and ALIGNED of `Sizes`."""
     num_blocks = -(-vocab_size // BLOCK_SIZE)
     max_blocks = FEW_BLOCKS if num_blocks <= FEW_BLOCKS else at_least(MIN_BLOCKS, num_blocks)
     return max_blocks, at_least(MIN_DRAFTS, num_draft_tokens + 1), vocab_size % 16 == 0
@@ -109,8 +109,8 @@ def class_of(num_draft_tokens: int, vocab_size: int) -> tuple[int, int, bool]:
 def sizes_in(structure: Structure) -> Sizes:
     """Return the bundle of sizes."""
     num_draft_tokens = Symbol("num_draft_tokens") if structure.has_drafts else 0
-    of_class = structure.max_blocks, structure.max_drafts, structure.is_aligned
-    return Sizes(Symbol("batch"), num_draft_tokens, Symbol("vocab_size"), Symbol("num_blocks"), *of_class)
+    constants = structure.max_blocks, structure.max_drafts, structure.is_aligned
+    return Sizes(Symbol("batch"), num_draft_tokens, Symbol("vocab_size"), Symbol("num_blocks"), *constants)
 
 
 def definitions_in(structure: Structure) -> dict[str, str]:

@@ -20,10 +20,10 @@ from specdecode.kernels.bundles import (
     MIN_DRAFTS,
     PENALTIES,
     Structure,
-    class_of,
     empty_lists,
     empty_outputs,
     layout_of,
+    size_constants,
 )
 from specdecode.kernels.first_rejected import MOST_ROWS
 from specdecode.kernels.launch import Plan, compile_ahead
@@ -70,13 +70,11 @@ def verify(
         name: one of the sampler's methods.
         batch: the checked arguments; `why_not_verified` returns None for them.
         schedule: for `"synthetic"`.
-        large: whether to decide early which rows need not be read (in block verification: to sum only residuals that a
-            decision needs). None: chosen by the number of rows.
-        many: whether to search blocks in the way that suits many requests, in a small batch. None: chosen by their number.
+        large: whether to decide while reading, so that rows after a rejection are not read; in block verification, to sum
+            only the residuals that a decision needs. None: chosen by the number of rows.
+        many: whether to search more blocks at once, in a small batch. None: chosen by the number of requests.
     """
-    if (
-        batch.kept_sets and batch.logprobs is None
-    ):  # with log-probabilities, every row through the last token is truncated
+    if batch.kept_sets and batch.logprobs is None:  # log-probabilities make every row through the last token truncated
         with_logprobs = batch._replace(logprobs="processed")
         return verify(name, with_logprobs, schedule, large=large, many=many)._replace(logprobs=None)
     requests, num_draft_tokens = batch.num_requests, batch.num_draft_tokens
@@ -100,11 +98,11 @@ def verify(
             rows = min(rows, batch.target_logits.shape[0])
         reads_both = "draft" in tensors and "draft_logsumexp" not in tensors
         large = rows + max(rows - requests, 0) * reads_both >= method.large_rows
-    # The row bits of a small batch hold no more rows than this.
+    # The row bits, which only small batches use, hold MOST_ROWS rows.
     large = num_draft_tokens > 0 and (large or (num_draft_tokens >= MOST_ROWS and not method.decides_block))
     if many is None:
         many = requests >= MANY_REQUESTS
-    many = many and not large and not method.decides_block  # elsewhere it changes nothing
+    many = many and not large and not method.decides_block  # otherwise it would only make a second, equal plan
     run_step(method, tensors, numbers, batch, SELECT, large, many)
     return output
 
@@ -159,7 +157,7 @@ def run_step(
         layout_of(target),
         layout_of(tensors["draft"]) if "draft" in tensors else None,
         vocab_ids is not None and (len(vocab_ids) | vocab_ids.data_ptr()) % 16 == 0,
-        *class_of(max(num_draft_tokens, numbers.get("depth", 0)), vocab_size),
+        *size_constants(max(num_draft_tokens, numbers.get("depth", 0)), vocab_size),
         large,
         many,
         "top_k" in numbers,
@@ -190,9 +188,9 @@ def add_requests(batch: RowBatch | VerificationBatch, tensors: dict[str, Tensor]
     if batch.adjustments is not None:
         add_adjustments(batch.adjustments, tensors, numbers)
     if batch.is_truncated:
-        nothing = (None, None, None)
-        of_drafts = batch.draft_truncation if isinstance(batch, VerificationBatch) else None
-        limits = (*(batch.truncation or nothing), *(of_drafts or nothing))
+        no_limits = (None, None, None)
+        draft_truncation = batch.draft_truncation if isinstance(batch, VerificationBatch) else None
+        limits = (*(batch.truncation or no_limits), *(draft_truncation or no_limits))
         add_each_or_all(LIMITS, limits, (0, 1.0, 0.0, 0, 1.0, 0.0), tensors, numbers)
 
 
@@ -237,8 +235,9 @@ def why_not_verified(name: str, batch: VerificationBatch) -> str | None:
         return f"backend: 'triton' has no kernels for method {name!r}; use 'eager' or 'auto'"
     if batch.num_draft_tokens == 0 or not batch.is_truncated:
         return None
-    method, of_drafts = method_of(name, batch.num_draft_tokens, batch.draft_logits is not None), batch.draft_temperature
-    if method.reads_drafts and of_drafts is not None and not are_surely_equal(of_drafts, batch.temperature):
+    method = method_of(name, batch.num_draft_tokens, batch.draft_logits is not None)
+    given = batch.draft_temperature
+    if method.reads_drafts and given is not None and not are_surely_equal(given, batch.temperature):
         return (
             "draft_sampling: 'triton' takes drafts of the target's temperature only, as the same number or tensor; use "
             "'eager' or 'auto'"
@@ -261,14 +260,10 @@ def warm_up(name: str, batch: VerificationBatch, schedule: AcceptanceSchedule | 
     batches = [batch]
     if batch.packing is None:  # in a packed call requests may have fewer drafts
         most = batch.draft_token_ids.shape[1]
-        # `bundles.at_least` says which sizes share kernels.
-        of_other_sizes = [2**i - 1 for i in range(MIN_DRAFTS.bit_length() - 1, most.bit_length())]
-        batches = [with_fewer_drafts(batch, number) for number in {0, min(most, 1), *of_other_sizes, most}]
+        # The largest number of drafts for each value of MAX_DRAFTS, see `bundles.size_constants`.
+        largest = [2**i - 1 for i in range(MIN_DRAFTS.bit_length() - 1, most.bit_length())]
+        numbers = {0, min(most, 1), *largest, most}
+        batches = [select(batch, draft=slice(number), row=slice(number + 1)) for number in numbers]
     ways = [{"large": False, "many": False}, {"large": False, "many": True}, {"large": True, "many": False}]
     steps = [functools.partial(verify, name, each, schedule, **way) for each in batches for way in ways]
     compile_ahead(steps)
-
-
-def with_fewer_drafts(batch: VerificationBatch, num_draft_tokens: int) -> VerificationBatch:
-    """Return the batch of the first drafts of each request."""
-    return select(batch, draft=slice(num_draft_tokens), row=slice(num_draft_tokens + 1))

@@ -36,16 +36,16 @@ def relative_sums(row_max, statistics, temperature):
 @triton.jit
 def combine(statistics, row, temperature, sizes):
     """Return the distribution of a row, given the statistics of its blocks."""
-    return combine_below(tl.max(statistics[0], 0), statistics, row, temperature, sizes)
+    return combine_with_max(tl.max(statistics[0], 0), statistics, row, temperature, sizes)
 
 
 @triton.jit
-def combine_below(row_max, statistics, row, temperature, sizes):
+def combine_with_max(row_max, statistics, row, temperature, sizes):
     """Return the distribution of a row whose maximum is known."""
     block_sums = relative_sums(row_max, statistics, temperature)
     p = Distribution(row_max, sum_in_order(block_sums), tl.full([], -1, tl.int32), block_sums)
     if is_finite(p) == 0:
-        p = combine_again(statistics, row, temperature, sizes)
+        p = combine_nonfinite(statistics, row, temperature, sizes)
     return p
 
 
@@ -58,7 +58,7 @@ def target_distribution(context, inputs, workspace, sizes):
 
 @triton.jit
 def combine_both(statistics, draft_statistics, row, draft_row, has_draft, temperature, sizes):
-    """Return the distributions of a target and a draft row in the time of one; without a draft the second is undefined."""
+    """Return the distributions of a target and a draft row, reduced together; without a draft the second is undefined."""
     row_max, draft_max = tl.reduce((statistics[0], draft_statistics[0]), 0, larger_of_both)
     block_sums = relative_sums(row_max, statistics, temperature)
     draft_sums = relative_sums(draft_max, draft_statistics, temperature)
@@ -66,9 +66,9 @@ def combine_both(statistics, draft_statistics, row, draft_row, has_draft, temper
     p = Distribution(row_max, sumexp, tl.full([], -1, tl.int32), block_sums)
     q = Distribution(draft_max, draft_sumexp, tl.full([], -1, tl.int32), draft_sums)
     if is_finite(p) == 0:
-        p = combine_again(statistics, row, temperature, sizes)
+        p = combine_nonfinite(statistics, row, temperature, sizes)
     if has_draft & (is_finite(q) == 0):
-        q = combine_again(draft_statistics, draft_row, temperature, sizes)
+        q = combine_nonfinite(draft_statistics, draft_row, temperature, sizes)
     return p, q
 
 
@@ -86,7 +86,7 @@ def add_both(a, b, c, d):
 
 @triton.jit
 def sum_both_in_order(weights, others):
-    """Return the sums of two vectors of equal size, each in the order of `sum_in_order`, in the time of one."""
+    """Return the sums of two vectors of equal size, reduced together, each in the order of `sum_in_order`."""
     SIZE: tl.constexpr = weights.shape[0]
     for level in tl.static_range(20):
         if SIZE >> level > 1:
@@ -97,16 +97,15 @@ def sum_both_in_order(weights, others):
 
 @triton.jit
 def is_finite(p):
-    """Return whether the statistics give the distribution: not if the row is greedy, or a NaN or an infinity matters.
+    """Return whether the statistics give the distribution; not of greedy rows, nor if a NaN or an infinity matters.
 
-    A finite largest logit adds 1 to the sum. The sum of a greedy row, and of a row of -inf, is 0; NaN or +inf make it
-    NaN.
+    A finite largest logit adds 1 to the sum. The sum of a greedy row, or of a row of -inf, is 0; with NaN or +inf it is NaN.
     """
     return p.sumexp > 0.5  # not if it is NaN
 
 
 @triton.jit
-def combine_again(statistics, row, temperature, sizes):
+def combine_nonfinite(statistics, row, temperature, sizes):
     """Return the distribution of a row that is greedy or whose statistics are not all finite."""
     return combine_recomputed(recompute_nonfinite(statistics, row, temperature, sizes), row, temperature, sizes)
 
@@ -148,9 +147,8 @@ def recompute_nonfinite(statistics, row, temperature, sizes):
 
 @triton.jit
 def recompute_block(row, block, scale):
-    """Return the statistics of a block, NaN logits counting as -inf."""
-    # Summed in the order of `block_statistics`, so that NaN and -inf give the same bits; in a loop, because code that
-    # rarely runs should be short.
+    """Return the statistics of a block; NaN logits count as -inf."""
+    # Summed in the order of `block_statistics`, so that NaN and -inf give the same bits. A loop keeps rare code short.
     BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
     this = block + tl.arange(0, 1)
     maxima = tl.full([1, BLOCK_N], -INFINITY, tl.float32)

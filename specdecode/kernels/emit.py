@@ -1,9 +1,9 @@
 """The launch that emits: from the statistics of all rows to tokens.
 
 In a small batch, and in any batch with truncated rows, a program has one row. It decides about the row's draft, draws the
-token to emit in case this is the request's first rejected row, and adds its row bits; from these bits `first_rejected`
-chooses the program that writes the request's output. In block verification, and in a large batch, where the first
-rejected rows are already known, a program has one request.
+token of a rejected row, and adds its row bits; from these bits `first_rejected` chooses the program that writes the
+request's output. In block verification, and in a large batch, where the first rejected rows are already known, a program
+has one request.
 
 A program reads the statistics of one or two rows, 8 bytes for each block of 1,024, and a few blocks of logits again. It
 writes 8 bytes for each token.
@@ -19,13 +19,20 @@ from specdecode.kernels.first_rejected import (
     add_row_bits,
     first_row,
     is_surely_accepted,
-    is_to_finish,
     load_first_rejected,
     state_of_bits,
+    writes_output,
 )
 from specdecode.kernels.launch import await_launch
-from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked
-from specdecode.kernels.output import hand_in, store_logprob, store_normalizer, store_output, store_sample, store_token
+from specdecode.kernels.logprobs import load_raw_statistics, requested_logprob, requested_normalizer
+from specdecode.kernels.output import (
+    store_logprob,
+    store_normalizer,
+    store_output,
+    store_rejected_token,
+    store_sample,
+    store_token,
+)
 from specdecode.kernels.request import (
     count_drafts,
     draft_at,
@@ -49,16 +56,16 @@ def emit_sample(context, inputs, outputs, workspace, sizes, config):
     store_normalizer(outputs, context, normalizer, workspace)
     logprob = 0.0
     if outputs.logprobs_ptr is not None:
-        asked = normalizer_asked(context, normalizer, raw, inputs, workspace, sizes)
-        logprob = logprob_asked(context, token, asked, inputs, workspace, sizes)
+        requested = requested_normalizer(context, normalizer, raw, inputs, workspace, sizes)
+        logprob = requested_logprob(context, token, requested, inputs, workspace, sizes)
     store_sample(outputs, context, token, logprob, normalizer.row_max == -INFINITY, sizes)
 
 
 @triton.jit
 def emit_row(context, inputs, outputs, workspace, sizes, config, policy):
-    """Decide about one row's draft; draw the token to emit in case the row is the first rejected one."""
+    """Decide about one row's draft; if it is rejected, draw the token that is emitted if no earlier row is rejected."""
     IS_DRAWN: tl.constexpr = policy.DRAW is None
-    ASKED: tl.constexpr = outputs.logprobs_ptr is not None
+    HAS_LOGPROBS: tl.constexpr = outputs.logprobs_ptr is not None
     request, offset = context.request, context.offset
     context = with_draft(context, offset, load_draft_ids(inputs.drafts, request, offset, sizes))
     noise = noise_at(context, inputs.requests, sizes)
@@ -71,7 +78,7 @@ def emit_row(context, inputs, outputs, workspace, sizes, config, policy):
     matters = offset <= last
     if config.PUBLISHED:
         last = tl.minimum(last, load_first_rejected(workspace.state_ptr, request, sizes))
-        if not ASKED:  # log-probabilities are after truncation
+        if not HAS_LOGPROBS:  # log-probabilities are after truncation
             matters &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
         matters &= offset <= last
     if matters:
@@ -81,26 +88,25 @@ def emit_row(context, inputs, outputs, workspace, sizes, config, policy):
         if config.PUBLISHED:
             rejected |= offset == last
         logprob = 0.0
-        if ASKED:
-            asked = normalizer_asked(context, normalizer, raw, inputs, workspace, sizes)
+        if HAS_LOGPROBS:
+            requested = requested_normalizer(context, normalizer, raw, inputs, workspace, sizes)
         if rejected:
             if IS_DRAWN:
-                if ASKED:
-                    logprob = logprob_asked(context, source, asked, inputs, workspace, sizes)
+                if HAS_LOGPROBS:
+                    logprob = requested_logprob(context, source, requested, inputs, workspace, sizes)
                 store_token(outputs, context, source, logprob, sizes)
             else:
                 add_row_bits(bits_ptr, context, rejected, is_empty, IS_DRAWN)  # nothing waits for its result
                 token = policy.DRAW(context, noise, source, inputs, workspace, sizes, config)
-                if ASKED:
-                    logprob = logprob_asked(context, token, asked, inputs, workspace, sizes)
-                bits = hand_in(outputs, bits_ptr, context, token, logprob, sizes)
-        elif ASKED:
-            store_logprob(
-                outputs, context, logprob_asked(context, context.token, asked, inputs, workspace, sizes), sizes
-            )
+                if HAS_LOGPROBS:
+                    logprob = requested_logprob(context, token, requested, inputs, workspace, sizes)
+                bits = store_rejected_token(outputs, bits_ptr, context, token, logprob, sizes)
+        elif HAS_LOGPROBS:
+            of_draft = requested_logprob(context, context.token, requested, inputs, workspace, sizes)
+            store_logprob(outputs, context, of_draft, sizes)
     if IS_DRAWN or rejected == 0:
-        bits = add_row_bits(bits_ptr, context, rejected, is_empty, IS_DRAWN or ASKED)
-    if is_to_finish(bits_ptr, context, bits, sizes, IS_DRAWN):
+        bits = add_row_bits(bits_ptr, context, rejected, is_empty, IS_DRAWN or HAS_LOGPROBS)
+    if writes_output(bits_ptr, context, bits, sizes, IS_DRAWN):
         first_rejected = first_row(bits, REJECTED_BITS)
         is_invalid = first_row(bits, EMPTY_BITS) <= first_rejected
         store_output(outputs, inputs.drafts, counted, request, first_rejected, is_invalid, sizes)
@@ -123,8 +129,8 @@ def emit_request(context, inputs, outputs, workspace, sizes, config, policy):
         token = policy.DRAW(context, noise, source, inputs, workspace, sizes, config)
     logprob = 0.0
     if outputs.logprobs_ptr is not None:
-        asked = normalizer_asked(context, normalizer, raw, inputs, workspace, sizes)
-        logprob = logprob_asked(context, token, asked, inputs, workspace, sizes)
+        requested = requested_normalizer(context, normalizer, raw, inputs, workspace, sizes)
+        logprob = requested_logprob(context, token, requested, inputs, workspace, sizes)
     store_token(outputs, context, token, logprob, sizes)
     is_invalid = is_empty | (normalizer.row_max == -INFINITY)
     store_output(outputs, inputs.drafts, counted, request, first_rejected, is_invalid, sizes)

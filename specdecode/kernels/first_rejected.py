@@ -5,14 +5,14 @@ it. Programs decide in any order, and share their decisions in one of two ways.
 
 *First rejections*, where one launch decides and a later one emits: a program publishes its offset by an atomic maximum of
 `num_draft_tokens - offset` on memory that starts as zeros, so the first one remains. The first target row without a finite
-logit is published in the same way; the result is `invalid` if it is not behind the first rejected row.
+logit is published in the same way; the result is `invalid` unless this row comes after the first rejected row.
 
 *Row bits*, where one launch decides and emits: a program adds 1, its row's rejected bit and its row's empty bit to one
 64-bit number. If the decision itself draws the token, the token is written before the bits are added, and the last
 program to add its bits writes the rest. If the token is drawn after the decision, the bits of all rows are usually
 complete by then, and the program of the first rejected row writes everything without waiting for another program's
 writes. If the bits are not complete, this program writes its token early, sets the EARLY bit and exits, and the programs
-that complete the bits write the rest. (To write early always is 2 to 8 % slower for 1 to 32 requests of `probabilistic`.)
+that complete the bits write the rest. (Always writing early was 2 to 8 % slower for 1 to 32 requests of `probabilistic`.)
 Log-probabilities of accepted drafts are written before the bits are added and published with them, because the program
 that finishes replaces the ones after the first rejected row by NaN.
 """
@@ -24,15 +24,15 @@ from specdecode.kernels.rows import row_index
 
 FIRST_REJECTED, EMPTY, FIELDS = (tl.constexpr(field) for field in range(3))
 SURELY_ACCEPTED = tl.constexpr(-1)
-"""A request's state: its first rejected row and its first empty row. After the states of all requests comes one counter
-per row (programs finished, or SURELY_ACCEPTED), and, if rows are truncated after first rejections were published, the row
+"""A request's state: its first rejected row and its first empty row. After the states of all requests come one counter per
+row (programs finished, or SURELY_ACCEPTED) and, for rows that are truncated after first rejections were published, the row
 bits of each request. Block verification keeps one number instead, see `residual.NUM_LISTED`."""
 
 MOST_ROWS = 28
 COUNT_BITS, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
 REJECTED_BITS, EMPTY_BITS, EARLY = tl.constexpr(6), tl.constexpr(6 + MOST_ROWS), tl.constexpr(1 << (6 + 2 * MOST_ROWS))
-"""Row bits: one int64 for each request, instead of its first rejected and its first empty row; at the end of the state if
-these are published. 6 bits count rows; then come 28 rejected bits, 28 empty bits and EARLY."""
+"""Row bits: one int64 for each request, in place of the two fields above, or at the end of the state if these are
+published. 6 bits count rows; then come 28 rejected bits, 28 empty bits and EARLY."""
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def publish_empty(state_ptr, request, offset, sizes):
 
 @triton.jit
 def peek_first_rejected(state_ptr, request, sizes):
-    """Return the first rejected row published so far, which is never before the final one."""
+    """Return the first rejected row published so far; the final first rejected row is not later."""
     # An atomic is executed by one thread for all: plain loads could give the program's warps different answers.
     return sizes.num_draft_tokens - tl.atomic_max(state_ptr + request.index * FIELDS + FIRST_REJECTED, 0, sem="relaxed")
 
@@ -140,7 +140,7 @@ def first_row(bits, FIRST_BIT: tl.constexpr):
 
 
 @triton.jit
-def is_to_finish(state_ptr, context, bits, sizes, IS_DRAWN: tl.constexpr):
+def writes_output(state_ptr, context, bits, sizes, IS_DRAWN: tl.constexpr):
     """Return whether a program writes the output, given the row bits that it saw last.
 
     The program of the first rejected row does. If a token was written early, every program that saw all bits does: they

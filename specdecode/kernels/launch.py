@@ -24,7 +24,7 @@ from specdecode.kernels.signature import Signature, Symbol, with_values
 
 @triton.jit
 def admit_next_launch(OVERLAPS: tl.constexpr):
-    """Let the next launch start once all programs have reached this point; it calls `await_launch` before it reads."""
+    """Allow the next launch to start once all programs have reached this point; it must call `await_launch`."""
     if OVERLAPS:
         gdc_launch_dependents()
 
@@ -74,17 +74,17 @@ def hash_callees_first(function: object) -> None:
 class Source(ASTSource):  # type: ignore[misc]
     """A source for Triton's compiler. Sources are parsed one after the other.
 
-    Python runs one thread at a time. If all sources were parsed at once, all would be ready only when the last is; with a
-    lock, the first is compiled while the next is parsed.
+    Python runs one thread at a time: parsed concurrently, all sources would be ready only at the end. With a lock, the first
+    is compiled while the next is parsed.
     """
 
     def make_ir(self, *args: Any, **kwargs: Any) -> Any:
         """Parse the source under a lock; other stages of the compiler run concurrently."""
-        with _reading:
+        with _parsing:
             return super().make_ir(*args, **kwargs)
 
 
-_reading = threading.Lock()
+_parsing = threading.Lock()
 
 
 class Launch(NamedTuple):
@@ -137,7 +137,7 @@ def compile_all(launches: Sequence[Launch], device: torch.device) -> list[Any]:
 
 
 class Share(NamedTuple):
-    """The share of the compilation of this process, among several processes with one cache."""
+    """The share of this process in a compilation, among several processes with one disk cache."""
 
     rank: int = 0
     ranks: int = 1
@@ -148,7 +148,7 @@ class Share(NamedTuple):
 def compile_ahead(calls: Sequence[Callable[[], object]], share: Share = Share()) -> None:  # noqa: B008 (it is constant)
     """Make calls one after the other, after compiling the kernels of all of them in parallel.
 
-    Kernels with more arguments mostly take longer to compile: they come first, and are divided among all processes.
+    Kernels are divided among all processes. Those with the most arguments come first: they mostly take longest.
     """
     if not hasattr(_collected, "plans") and not is_interpreted():
         plans = _collected.plans = list[Any]()
@@ -167,8 +167,8 @@ def compile_ahead(calls: Sequence[Callable[[], object]], share: Share = Share())
         call()
 
 
-def is_collected(plan: Any) -> bool:
-    """Return whether a plan is only collected, not run."""
+def collect(plan: Any) -> bool:
+    """Append a plan to the plans that this thread collects, if it does; return whether it does."""
     plans = getattr(_collected, "plans", None)
     if plans is not None:
         plans.append(plan)
@@ -189,8 +189,8 @@ class Part(NamedTuple):
 class Plan:
     """The launches of all calls that differ only in addresses and numbers, including sizes.
 
-    A plan holds no tensor and no size, only expressions. The first call turns them into one Python function, `fill`, that
-    returns the grids and arguments of all launches: walking the bundles in each call would take longer than the launches.
+    A plan holds no tensor and no size, only expressions. The first call compiles them to one Python function, `fill`, that
+    returns the grids and arguments of all launches. To walk the bundles in each call would take longer than the launches.
 
     Args:
         device: of all tensors.
@@ -230,7 +230,7 @@ class Plan:
     ) -> None:
         """Add a launch, given its grid or the number of its programs.
 
-        A launch that `follows` another may be set up while the other runs.
+        If it `follows` another launch, it may be set up while the other runs.
         """
         options = {"num_warps": num_warps, "launch_pdl": follows and can_overlap(self.device)}
         if max_registers is not None:
@@ -242,7 +242,7 @@ class Plan:
         with on_device(self.device):
             fill = self.fill
             if fill is None:
-                if is_collected(self):
+                if collect(self):
                     return
                 if is_interpreted():
                     values = self.values(tensors, numbers)

@@ -6,16 +6,16 @@ The program that decides about a draft, or draws a token, has the distribution o
 log-probability needs only one more logit. No launch is added: a decision in an earlier launch stores the draft's
 log-probability in the output, and the launch that emits stores the last token's, and NaN after it.
 
-The raw ones need sums of exponentials at temperature 1. The launch that reads stores them beside the other statistics: 8
-bytes for each block of a target row, with the maximum repeated, because truncation replaces the other statistics. If T is
-1 and rows are not truncated, raw and processed are the same. To read the emitted rows again afterwards would leave that
-launch unchanged, but repeat most of its time in a large batch.
+Raw log-probabilities need sums of exponentials at temperature 1. The launch that reads stores them beside the other
+statistics: 8 bytes for each block of a target row, with the maximum repeated, because truncation replaces the other
+statistics. If T is 1 and rows are neither truncated nor adjusted, raw and processed are the same. (To read the emitted rows
+again afterwards would repeat most of the time of the first read in a large batch.)
 """
 
 import triton
 import triton.language as tl
 
-from specdecode.kernels.distribution import combine_below, logprob
+from specdecode.kernels.distribution import combine_with_max, logprob
 from specdecode.kernels.rows import load_logit, row_index, stored_target_row_at, target_row_at
 from specdecode.kernels.statistics import load_statistics, raw_statistics
 from specdecode.kernels.values import Normalizer
@@ -29,7 +29,7 @@ def normalizer_of(p):
 
 @triton.jit
 def load_raw_statistics(context, inputs, workspace, sizes):
-    """Return the statistics at temperature 1 of the target row at a context, if raw log-probabilities are requested."""
+    """Return the raw statistics (T = 1) of the target row at a context, if raw log-probabilities are requested."""
     if workspace.raw_statistics_ptr is None:
         return 0.0, 0.0
     else:
@@ -39,7 +39,7 @@ def load_raw_statistics(context, inputs, workspace, sizes):
 
 @triton.jit
 def differs_from_raw(context, inputs, workspace):
-    """Return whether a row's distribution may differ from the raw one: at temperature 1, not truncated, not adjusted."""
+    """Return whether a row's distribution may differ from softmax(logits): by temperature, truncation or adjustments."""
     differs = True
     if workspace.cutoffs_ptr is None and not inputs.adjustments.EXIST:
         differs = context.temperature != 1
@@ -47,21 +47,21 @@ def differs_from_raw(context, inputs, workspace):
 
 
 @triton.jit
-def normalizer_asked(context, normalizer, raw, inputs, workspace, sizes):
-    """Return the normalizer of the requested log-probabilities: the given one, or the one of the row's `raw` statistics."""
+def requested_normalizer(context, normalizer, raw, inputs, workspace, sizes):
+    """Return the normalizer of the requested log-probabilities: `normalizer`, or the normalizer of the `raw` statistics."""
     if workspace.raw_statistics_ptr is not None:
         if differs_from_raw(context, inputs, workspace):
             row = stored_target_row_at(context.request, context.offset, inputs)
             row_max, one = normalizer.row_max, tl.full([], 1.0, tl.float32)
             if inputs.adjustments.EXIST:
                 row_max = tl.max(raw[0], 0)
-            normalizer = normalizer_of(combine_below(row_max, raw, row, one, sizes))
+            normalizer = normalizer_of(combine_with_max(row_max, raw, row, one, sizes))
     return normalizer
 
 
 @triton.jit
-def logprob_asked(context, token, normalizer, inputs, workspace, sizes):
-    """Return the log-probability of a token at a context, given the result of `normalizer_asked`."""
+def requested_logprob(context, token, normalizer, inputs, workspace, sizes):
+    """Return the log-probability of a token at a context, given the result of `requested_normalizer`."""
     is_there = token < context.request.vocab_size  # a request without rows emits token 0, without a logit
     if workspace.raw_statistics_ptr is None:
         row, temperature = target_row_at(context, inputs, workspace, sizes), context.temperature
@@ -74,6 +74,6 @@ def logprob_asked(context, token, normalizer, inputs, workspace, sizes):
 @triton.jit
 def store_draft_logprob(context, normalizer, raw, inputs, workspace, sizes):
     """Write the log-probability of a row's draft into the output, for the case that it is emitted."""
-    normalizer = normalizer_asked(context, normalizer, raw, inputs, workspace, sizes)
-    value = logprob_asked(context, context.token, normalizer, inputs, workspace, sizes)
+    normalizer = requested_normalizer(context, normalizer, raw, inputs, workspace, sizes)
+    value = requested_logprob(context, context.token, normalizer, inputs, workspace, sizes)
     tl.store(workspace.logprobs_ptr + row_index(context.request, context.offset, False, sizes), value)

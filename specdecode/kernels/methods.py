@@ -23,7 +23,7 @@ class Method:
             three values; their source is not used.
         draw: draws the recovered or bonus token from the source; None: `decide` has drawn it.
         num_warps: of a program that emits, without draft logits; with draft logits it has 8.
-        large_rows: the number of rows from which a batch is large: early decisions, which save reading rows, pay off.
+        large_rows: the number of rows from which a batch is large: decisions while reading save more than they cost.
     """
 
     name: str

@@ -23,12 +23,12 @@ def store_logprob(outputs, context, logprob, sizes):
 
 
 @triton.jit
-def hand_in(outputs, state_ptr, context, token, logprob, sizes):
+def store_rejected_token(outputs, state_ptr, context, token, logprob, sizes):
     """Write the token of a rejected row, unless an earlier row is known to be rejected; return the row bits.
 
-    While bits are missing the first rejected row is not final: then the token is written early, and the EARLY bit is set.
+    If bits are missing, the first rejected row is not final: the token is written early, and the EARLY bit is set.
     """
-    REPLACES: tl.constexpr = outputs.logprobs_ptr is not None  # log-probabilities behind the first rejected row
+    REPLACES: tl.constexpr = outputs.logprobs_ptr is not None  # log-probabilities after the first rejected row, by NaN
     bits = tl.atomic_or(bits_at(state_ptr, context.request), 0, sem="acquire" if REPLACES else "relaxed")
     complete = are_complete(bits, sizes)
     if (complete == 0) | (first_row(bits, REJECTED_BITS) == context.offset):

@@ -53,24 +53,24 @@ READ_BLOCKS = 4  # that a program reads at once, each by one warp
 # Warps of a program that truncates a row, and registers of a thread: two programs fit on a multiprocessor.
 TRUNCATION_WARPS, TRUNCATION_REGISTERS = 8, 128
 
-# In grids of up to SMALL_GRID programs (1.5 times as many as run at once), each reads READ_BLOCKS blocks once; the limit
-# is SMALL_GRID_BOTH where each reads a target and a draft row and none exits early. In larger grids a program reads
+# In grids of up to SMALL_GRID programs (1.5 times as many as run at once), each reads READ_BLOCKS blocks once. The limit
+# is SMALL_GRID_BOTH if each reads a target and a draft row and none exits early. In larger grids a program does so
 # requests / REQUESTS_PER_TILE times, at least 2 and at most 8: fewer programs start, but decisions come later.
 SMALL_GRID, SMALL_GRID_BOTH, REQUESTS_PER_TILE = 2048, 8192, 64
 
-# Registers of a thread that reads one, or two, aligned rows of 16-bit logits: as few as possible, for more programs at
-# once. And of a thread that emits where there are draft rows: by default the compiler spilled some.
+# Registers of a thread that reads one or two aligned rows of 16-bit logits: fewer registers let more programs run at once.
+# EMIT_REGISTERS holds with draft rows; the compiler's own limit spilled some.
 READ_REGISTERS, READ_REGISTERS_BOTH, EMIT_REGISTERS = 48, 64, 128
 
-# Registers of a thread that reads rows with masks only; with penalties or biases in a small batch; and in a large batch.
-# Counts need one register for each logit. On an H100, 96 registers spilled in a small batch (32 requests with penalties:
-# 60 -> 80 us). In a large batch 128 let fewer programs run at once (`strict`, 256 requests, one with penalties: 97 ->
-# 106; but `probabilistic`, all with penalties: 294 -> 269).
+# The same for rows with masks only; and for rows with penalties or biases, in a small and in a large batch. Counts need
+# one register for each logit. On an H100, 96 registers spilled in a small batch (32 requests with penalties: 60 -> 80 us);
+# 128 were slower in a large one (`strict`, 256 requests, one with penalties: 97 -> 106 us, because fewer programs run at
+# once; but `probabilistic`, all with penalties: 294 -> 269).
 READ_REGISTERS_MASKED, READ_REGISTERS_ADJUSTED = 80, (128, 96)
 
-# More registers where lane maxima are kept, for truncation, or a large batch is summed at two temperatures: fewer spill.
-# On an H100, lane maxima: 32 requests 30.1 -> 29.4 us, 256 121 -> 114. Sums, 256 requests of 3 drafts, T = .7: `strict`
-# 96 -> 92, `block` 225 -> 219. In a small batch it was slower: `strict`, 32 requests 19.3 -> 20.1 us.
+# Added where a thread also keeps lane maxima, for truncation, or sums a large batch at two temperatures: fewer spill. On an
+# H100, with lane maxima: 32 requests 30.1 -> 29.4 us, 256 requests 121 -> 114. With two sums, 256 requests of 3 drafts, T =
+# .7: `strict` 96 -> 92, `block` 225 -> 219; in a small batch slower: `strict`, 32 requests 19.3 -> 20.1 us.
 MORE_REGISTERS = 16
 
 # BLOCK_N of all sums of residuals. It sets their order, and so the last bit, which must not depend on the batch.
@@ -79,8 +79,8 @@ RESIDUAL_BLOCK_N = 256
 # In block verification: the number of programs that share all sums, and BLOCKS of `arguments.BlockDecision`.
 SUM_PROGRAMS, SUM_BLOCKS = 1056, 4
 
-# TOP and BLOCKS of `arguments.Searching`: more blocks at once are more often enough, but take longer. From MANY_REQUESTS
-# on, some request is likely to need a long search, which delays the whole launch.
+# TOP and BLOCKS of `arguments.Searching`: an iteration over more blocks takes longer, but fewer iterations are needed. From
+# MANY_REQUESTS on, some request is likely to need a long search, which delays the whole launch.
 SEARCH = {"few": (2, 1), "many": (8, 1), "large": (8, 2)}
 MANY_REQUESTS = 12
 
@@ -103,7 +103,8 @@ def plan_step(structure: Structure) -> Plan:
     )
     given = inputs, workspace, sizes
     if workspace.draft_ids_ptr is not None:
-        add_mapping(plan, given, overlaps)
+        programs = f"-(-vocab_size // {SPAN.value})"
+        plan.add(map_kernel, programs, (*given, Mapping(overlaps)), num_warps=8, follows=False)
     add_reading(plan, structure, given, decide)
     if structure.truncates:
         add_truncation(plan, given, published)
@@ -154,12 +155,6 @@ def decision_while_reading(structure: Structure) -> Any:
     return method.decide_before_truncation if structure.truncates else method.decide_while_reading
 
 
-def add_mapping(plan: Plan, given: Given, overlaps: bool) -> None:
-    """Add the launch that maps the target's tokens to the draft's ids."""
-    programs = f"-(-vocab_size // {SPAN.value})"
-    plan.add(map_kernel, programs, (*given, Mapping(overlaps)), num_warps=8, follows=False)
-
-
 def add_block_decision(plan: Plan, given: Given, sums_all: bool) -> None:
     """Add the launches of block verification between reading and emitting.
 
@@ -183,7 +178,7 @@ def add_reading(plan: Plan, structure: Structure, given: Given, decide: Any) -> 
     plan.definitions["tiles"] = f"reading_tiles(batch, num_draft_tokens + 1, num_blocks, {small_grid})"
     plan.definitions["chunks"] = f"-(-num_blocks // (tiles * {READ_BLOCKS}))"
     logits = [rows for rows in (inputs.target, inputs.draft) if rows.ptr is not None]
-    is_usual = all(rows.ALIGNED and rows.ptr.dtype.itemsize == 2 for rows in logits) and sizes.MAX_BLOCKS <= MIN_BLOCKS
+    is_tuned = all(rows.ALIGNED and rows.ptr.dtype.itemsize == 2 for rows in logits) and sizes.MAX_BLOCKS <= MIN_BLOCKS
     registers = READ_REGISTERS_BOTH if reads_both else READ_REGISTERS
     if inputs.adjustments.EXIST:
         only_masks = inputs.adjustments.repetition is None and inputs.adjustments.bias_ptr is None
@@ -196,12 +191,12 @@ def add_reading(plan: Plan, structure: Structure, given: Given, decide: Any) -> 
         tiles=Symbol("tiles"),
         chunks=Symbol("chunks"),
         BLOCKS=READ_BLOCKS,
-        # A program that decides and reads both rows has no registers left for this; without drafts it was slower.
+        # Not where a program decides and reads both rows: it has no registers left. Without drafts it was slower.
         INTEGER_MAX=has_drafts and not (decide is not None and has_draft_rows),
         KEEPS_RAW=structure.truncates,
         FLAT=flat,
         OVERLAPS=can_overlap(plan.device),
-        # A launch that emits without draft rows starts fast; admitted early, it only occupied the GPU: 2 to 7 % slower.
+        # A launch that emits without draft rows starts fast. Admitted early it only occupies the GPU: 2 to 7 % slower.
         ADMITS_LATE=not has_draft_rows and not (has_drafts and decide is None),
     )
     plan.add(
@@ -210,7 +205,7 @@ def add_reading(plan: Plan, structure: Structure, given: Given, decide: Any) -> 
         (inputs, workspace, sizes, config, Policy(DECIDE=decide, DRAW=None)),
         num_warps=READ_BLOCKS,
         follows=workspace.draft_ids_ptr is not None,
-        max_registers=registers if is_usual and has_drafts else None,
+        max_registers=registers if is_tuned and has_drafts else None,
     )
 
 

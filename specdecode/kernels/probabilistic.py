@@ -40,7 +40,7 @@ from specdecode.kernels.vocabulary import by_target, token_of
 
 @triton.jit
 def log_ratio(a, b):
-    """Return log(a / b), which keeps its relative precision where a and b nearly agree."""
+    """Return log(a / b), with full relative precision where a and b nearly agree."""
     x = (a - b) / b
     near = x * (1 - x * (1 / 2 - x * (1 / 3 - x * (1 / 4))))
     return tl.where(tl.abs(x) < 1 / 64, near, tl.log(a / b))
@@ -54,7 +54,7 @@ def acceptance_terms(context, inputs, workspace, sizes):
     """
     request, offset, token, _, temperature = context
     has_draft_row = False
-    # All that is needed is loaded before any of it is used.
+    # All loads come before the first use.
     row = target_row_at(context, inputs, workspace, sizes)
     statistics = load_target_statistics(context, workspace, sizes)
     logit = load_logit(row, token, token >= 0)
@@ -77,7 +77,7 @@ def acceptance_terms(context, inputs, workspace, sizes):
     log_p = logprob(logit, token, normalizer, temperature)
 
     log_q, draft_max, draft_log_sum, log_sum_ratio = 0.0, 0.0, 0.0, 0.0
-    draft_point_mass = token  # the point mass on the draft; without a draft -1, and so NONE is subtracted
+    draft_point_mass = token  # without draft logits q is the point mass on the draft; without a draft -1, which is NONE
     if inputs.draft.ptr is not None:
         if has_draft_row:
             draft_point_mass = tl.full([], -1, tl.int32)

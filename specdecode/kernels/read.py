@@ -5,10 +5,11 @@ bytes a logit of bfloat16. It writes 8 bytes for each block of 1,024.
 
 Rows after a rejection need not be read. In a large batch this launch also decides: programs run in the order of the
 offsets, the last program to finish a row decides about its draft, and a program exits if an earlier row of its request is
-known to be rejected. No program waits for another: a rejection published late only costs the reading of a row. A small
-batch is read through the row after each request's last draft, because all loads are in flight before the first decision
-could be known. The same holds for `block`, which needs the rows of all drafts, and for truncated batches of `strict`, or
-of `synthetic` without draft logits.
+known to be rejected. No program waits for another: a rejection that is published late only costs the reading of a row.
+
+A small batch reads all rows through the row after a request's last draft, because all loads are in flight before the first
+decision. So do `block`, which needs the rows of all drafts, and truncated batches of `strict`, or of `synthetic` without
+draft logits.
 """
 
 import triton
@@ -40,7 +41,7 @@ from specdecode.kernels.statistics import (
     draft_statistics,
     maxima_at,
     raw_statistics,
-    store_both,
+    store_pairs,
     store_statistics,
     store_statistics_and_raw,
     target_statistics,
@@ -50,12 +51,12 @@ from specdecode.kernels.values import INFINITY, RowContext
 
 @triton.jit
 def locate_in_grid(inputs, sizes, config):
-    """Return a program's chunk of a row, its request and its offset: the grid's dimensions, unless the grid is `FLAT`."""
+    """Return a program's chunk of a row, its request and its offset."""
     if config.FLAT:
         chunk = tl.program_id(0) % config.chunks
         request = tl.program_id(0) // config.chunks % sizes.batch
         offset = tl.program_id(0) // config.chunks // sizes.batch
-    else:  # no division delays the first load
+    else:  # without divisions, which would delay the first load
         chunk, request, offset = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if inputs.drafts.ids_ptr is None:
         offset = 0  # known to the compiler
@@ -84,24 +85,24 @@ def store_adjusted(pointer, maxima_ptr, stored, row, first, temperature, sizes, 
 
 @triton.jit
 def summarise(chunk, context, logsumexp, inputs, workspace, sizes, config):
-    """Store the statistics of a program's blocks of a target row, and of the draft row at the same offset.
+    """Store the statistics of a program's blocks of a target row, and of the draft row at the same offset if it is needed.
 
-    The draft row is read if the context has a draft; if a `logsumexp` was given, only if it is too imprecise to use. The
-    draft row or this argument is None.
+    Draft rows are read where the context has a draft; it is None without draft rows, and if `logsumexp` was given. Then a
+    draft row is read only if its logsumexp is too imprecise to use.
     """
     request, offset, token, _, temperature = context
     row = whole_target_row_at(request, offset, inputs, sizes)
     statistics = target_statistics(workspace, request, offset, sizes)
-    maxima_ptr, its_maxima = None, None
+    maxima_ptr, draft_maxima = None, None
     if workspace.maxima_ptr is not None:
         maxima_ptr = maxima_at(workspace, row_index(request, offset, False, sizes), sizes)
     if workspace.raw_statistics_ptr is not None:
         raw = raw_statistics(workspace, request, offset, sizes)
     if inputs.draft.ptr is not None:
         draft_row = whole_draft_row_at(request, offset, inputs, sizes)
-        its_statistics = draft_statistics(workspace, request, offset, sizes)
+        draft_pointer = draft_statistics(workspace, request, offset, sizes)
         if workspace.maxima_ptr is not None:
-            its_maxima = maxima_at(workspace, row_index(request, offset, True, sizes), sizes)
+            draft_maxima = maxima_at(workspace, row_index(request, offset, True, sizes), sizes)
     if token is not None:
         reads_draft = (token >= 0) & (temperature > 0)
     for tile in range(config.tiles):
@@ -129,19 +130,28 @@ def summarise(chunk, context, logsumexp, inputs, workspace, sizes, config):
         if token is not None:
             if has_blocks:
                 store_statistics(
-                    its_statistics, its_maxima, draft, first, temperature, sizes, config.BLOCKS, config.INTEGER_MAX
+                    draft_pointer,
+                    draft_maxima,
+                    draft,
+                    first,
+                    temperature,
+                    sizes,
+                    config.BLOCKS,
+                    config.INTEGER_MAX,
                 )
             elif workspace.draft_ids_ptr is not None:
-                if reads_draft:  # blocks up to the target's last one: empty
+                if reads_draft:  # a draft row has empty blocks up to the target's last one
                     nothing = tl.zeros([config.BLOCKS], tl.float32)
-                    store_both(its_statistics, nothing - INFINITY, nothing, first, sizes, config.BLOCKS)
+                    store_pairs(draft_pointer, nothing - INFINITY, nothing, first, sizes, config.BLOCKS)
     if logsumexp is not None:
         if is_trusted(logsumexp) == 0:  # rarely
             if (load_draft_ids(inputs.drafts, request, offset, sizes) >= 0) & (temperature > 0):
                 for tile in range(config.tiles):
                     first = (chunk * config.tiles + tile) * config.BLOCKS
                     draft = load_row_blocks(inputs.draft, draft_row, first, True, config.BLOCKS)
-                    store_statistics(its_statistics, its_maxima, draft, first, temperature, sizes, config.BLOCKS, False)
+                    store_statistics(
+                        draft_pointer, draft_maxima, draft, first, temperature, sizes, config.BLOCKS, False
+                    )
 
 
 @triton.jit
@@ -151,7 +161,8 @@ def may_matter(request, offset, inputs, workspace, sizes, DECIDES: tl.constexpr)
         # No id is loaded: rows after an invalid id are rare; reading them is wasted work.
         matters = offset <= request.num_drafts
     else:
-        matters = load_draft_ids(inputs.drafts, request, offset - 1, sizes) >= 0  # counting every program was slower
+        # Only the draft before is loaded: to count the drafts in every program was slower.
+        matters = load_draft_ids(inputs.drafts, request, offset - 1, sizes) >= 0
     if DECIDES:
         matters &= offset <= peek_first_rejected(workspace.state_ptr, request, sizes)
     return matters
@@ -200,12 +211,11 @@ def read_kernel(inputs, workspace, sizes, config, policy):
     if matters:
         context = RowContext(request, offset, token, None, temperature)
         summarise(chunk, context, logsumexp, inputs, workspace, sizes, config)
-        if workspace.draft_ids_ptr is not None:  # waited for here, so that the next launch finds the map
+        if workspace.draft_ids_ptr is not None:  # the map must be complete when the next launch starts
             await_launch(config.OVERLAPS)
         if DECIDES:
             if offset < sizes.num_draft_tokens:
-                # Without draft rows the draft is loaded only now, before programs are counted: it would occupy a
-                # register.
+                # Without draft rows the draft is loaded only now, because it would occupy a register.
                 draft = token if READS_DRAFT else load_draft_ids(inputs.drafts, request, offset, sizes)
                 if is_last(row_finished_ptr(workspace.state_ptr, request, offset, sizes), config.chunks):
                     decide(request, offset, draft, temperature, inputs, workspace, sizes, policy)

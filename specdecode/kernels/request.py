@@ -3,9 +3,9 @@
 A call that is not packed has all values at the request's own index. In a packed call, every program first loads three
 integers: the request's entry of `row_starts`, the next entry, and its entry of `slots`.
 
-These integers are unchecked, so a request is valid only if its rows are within the tensor and no more than allowed, and
-its slot exists. Any other request, and one without rows, gets no drafts and a row of no tokens: as in a row of NaN there
-is no finite logit, so the request emits token 0 and is marked invalid. None of its memory is read.
+These integers are unchecked. A request is valid if it has rows, no more than allowed and within the tensor, and its slot
+exists. Any other request gets no drafts and a row of no tokens. As a row of NaN, this row has no finite logit, so the
+request emits token 0 and is marked invalid. None of its memory is read.
 
 Values of other tensors are unchecked, too: they are made harmless here when they are loaded.
 """
@@ -20,8 +20,8 @@ TILE = tl.constexpr(32)
 """Draft ids that are loaded at once."""
 
 LARGEST_TEMPERATURE = tl.constexpr(2.0**126)
-"""The largest T used: beyond it 1 / T would be denormal, which a GPU treats as 0. Only logits of 1e34 and more would
-differ."""
+"""The largest T that is used: beyond it 1 / T would be denormal, which a GPU treats as 0. Only logits of 1e34 and more
+are affected."""
 
 LARGEST_LOGSUMEXP = tl.constexpr(256.0)
 """The largest logsumexp that is used: beyond it float32 rounds by more than 1.5e-5, so the row is read instead."""
@@ -80,7 +80,7 @@ def load_key(requests, request):
 
 @triton.jit
 def load_draft_ids(drafts, request, offsets, sizes):
-    """Return draft ids as int32, -1 for ids outside the vocabulary."""
+    """Return the draft ids at some offsets as int32, -1 for none and for ids outside the vocabulary."""
     if drafts.ids_ptr is None:
         return offsets * 0 - 1
     else:
@@ -105,7 +105,7 @@ def count_drafts(drafts, request, sizes):
 
 @triton.jit
 def draft_at(counted, drafts, request, offset, sizes):
-    """Return the draft id at an offset, -1 for none, given the result of `count_drafts`, which has the first ids."""
+    """Return the draft id at an offset, -1 for none, given the result of `count_drafts`."""
     num_drafts, first_ids = counted
     token = tl.max(tl.where(tl.arange(0, TILE) == offset, first_ids, -1), 0)
     if offset >= TILE:
@@ -133,8 +133,8 @@ def is_trusted(logsumexp):
 
 
 @triton.jit
-def given_token(request, offset, vocab_size, inputs):
-    """Return the given cutoff of a draft row, -1 if all tokens are kept, and whether it and its logsumexp can be used."""
+def load_given_cutoff(request, offset, vocab_size, inputs):
+    """Return the given cutoff of a draft row, -1 if all tokens are kept, and whether the row's logsumexp is trusted."""
     drafts = inputs.drafts
     index = request.slot * drafts.cutoff_stride_request + offset * drafts.cutoff_stride_offset
     token = tl.load(drafts.cutoff_ptr + index)

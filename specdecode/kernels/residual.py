@@ -10,16 +10,16 @@ residual max(0, c p - q) = c max(0, p - q / c): a `Residual` with log c in its r
 import triton
 import triton.language as tl
 
-from specdecode.kernels.adjustments import rarely
+from specdecode.kernels.adjustments import call_out_of_line
 from specdecode.kernels.block_bounds import (
     block_of,
     blocks_of,
     keys_of,
-    most_of,
     ranked,
     residual_bounds,
     score_of,
     take_top,
+    upper_bound,
 )
 from specdecode.kernels.philox import exponential
 from specdecode.kernels.rows import (
@@ -54,7 +54,7 @@ def shortfall(target, draft, residual, scale):
     log q - log p is computed from the difference of the logits, in base 2, and 1 - q / p by a series where p and q nearly
     agree, so that the residual keeps its relative precision.
     """
-    # An explicit fma: in a * b + c * d the compiler may round either product, differently in each kernel.
+    # An explicit fma: of a * b + c * d each kernel may round another product.
     differences = draft - target - (residual.draft_max - residual.row_max)
     return one_minus_exp2(tl.fma(differences, scale, -residual.log_sum_ratio * LOG2_E))
 
@@ -119,15 +119,9 @@ def listed_residual(index, workspace, sizes):
 
 
 @triton.jit
-def draft_index(request, offset, sizes):
-    """Return the index of a draft among the drafts of all requests."""
-    return request.index * sizes.num_draft_tokens + offset
-
-
-@triton.jit
 def residual_sums_at(workspace, request, offset, sizes):
     """Return a pointer to the block sums of a draft's residual, if they are kept."""
-    return workspace.residual_sums_ptr + draft_index(request, offset, sizes) * sizes.num_blocks
+    return workspace.residual_sums_ptr + (request.index * sizes.num_draft_tokens + offset) * sizes.num_blocks
 
 
 @triton.jit
@@ -170,7 +164,7 @@ def select_residual_block(context, exponentials, source, rows, inputs, sizes, co
     blocks = blocks_of(largest, sizes)
     target, draft = load_both(inputs, rows, blocks, config.BLOCK_N)
     best = best_of(first_target, first_draft, first, context, residual, row, block_domain, config.BLOCK_N)
-    while tl.max(most_of(largest, sizes), 0) > score_of(best):
+    while tl.max(upper_bound(largest, sizes), 0) > score_of(best):
         remaining = tl.where(remaining == largest[None, :], -1, remaining)
         next_largest = tl.max(remaining, 0)
         next_blocks = blocks_of(next_largest, sizes)
@@ -192,7 +186,7 @@ def select_summed_block(context, exponentials, workspace, sizes):
 def sums_without(token, p, row, temperature, inputs, sizes):
     """Return the block sums of p without one token."""
     if inputs.draft.ptr is not None:  # the draft row has an infinite logit
-        rest = rarely(sum_without, row, (token, p.row_max, temperature), sizes)
+        rest = call_out_of_line(sum_without, row, (token, p.row_max, temperature), sizes)
     else:
         rest = sum_without(row, token, p.row_max, temperature, sizes)
     return tl.where(tl.arange(0, sizes.MAX_BLOCKS) == token // BLOCK_SIZE, rest, p.block_sums)

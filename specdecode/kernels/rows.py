@@ -28,7 +28,7 @@ SMALLEST = tl.constexpr(1.1754944e-38)
 
 @triton.jit
 def base_2_scale(temperature):
-    """Return log2(e) / T, for exp(l / T) = exp2(l * scale); any number where T is 0."""
+    """Return log2(e) / T, the scale of exp(l / T) = exp2(l * scale); any number where T is 0."""
     # Never denormal: a GPU would flush it to 0, and 0 times -inf is NaN.
     return tl.maximum(tl.minimum(1 / tl.where(temperature > 0, temperature, 1.0) * LOG2_E, LARGEST), SMALLEST)
 
@@ -68,7 +68,7 @@ def whole_target_row_at(request, offset, inputs, sizes):
 
 @triton.jit
 def whole_draft_row_at(request, offset, inputs, sizes):
-    """Return the draft row at an offset of a request, by the draft's own ids."""
+    """Return the draft row at an offset of a request, indexed by the draft's own ids."""
     vocab_size = sizes.vocab_size
     if inputs.draft_vocabulary.ids_ptr is not None:
         vocab_size = inputs.draft_vocabulary.size
@@ -106,7 +106,7 @@ def target_row_at(context, inputs, workspace, sizes):
 
 @triton.jit
 def own_draft_row_at(context, inputs, workspace, sizes):
-    """Return the draft row at a context, up to its cutoff; after the last draft the row is not valid."""
+    """Return the draft row at a context, up to its cutoff, indexed by its own ids; not valid after the last draft."""
     inside = tl.minimum(context.offset, sizes.num_draft_tokens - 1)
     row = whole_draft_row_at(context.request, context.offset, inputs, sizes)
     return with_cutoff(row, workspace, row_index(context.request, inside, True, sizes), sizes)
@@ -114,13 +114,13 @@ def own_draft_row_at(context, inputs, workspace, sizes):
 
 @triton.jit
 def draft_row_at(context, inputs, workspace, sizes):
-    """Return the draft row at a context, up to its cutoff, read by the target's tokens."""
+    """Return the draft row at a context, up to its cutoff, indexed by the target's tokens."""
     return by_target(own_draft_row_at(context, inputs, workspace, sizes), workspace, sizes)
 
 
 @triton.jit
 def both_rows_at(context, inputs, workspace, sizes):
-    """Return the target row and the draft row at a context, read by the same tokens."""
+    """Return the target row and the draft row at a context, both indexed by the target's tokens."""
     return target_row_at(context, inputs, workspace, sizes), draft_row_at(context, inputs, workspace, sizes)
 
 
@@ -263,7 +263,7 @@ def adjusted_blocks(parts, loaded, row, blocks, BLOCK_N: tl.constexpr):
     span = tl.min(blocks, 0) * BLOCK_SIZE, tl.max(blocks, 0) * BLOCK_SIZE + BLOCK_SIZE - 1
     logits = ()
     for part in tl.static_range(len(parts)):
-        logits = logits + (in_one(parts[part]),)
+        logits = logits + (unpack_joined(parts[part]),)
     logits = adjusted(logits, loaded, tokens, span, row.adjustments)
     if exists(row.cutoff):
         kept = ()
@@ -274,8 +274,8 @@ def adjusted_blocks(parts, loaded, row, blocks, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def in_one(part):
-    """Return the logits of a part as float32, [BLOCKS, BLOCK_N]."""
+def unpack_joined(part):
+    """Return the logits of a part as float32, in the order of tokens, [BLOCKS, BLOCK_N]."""
     if part.dtype == tl.int32:
         even, odd = unpack(part)
         return tl.reshape(tl.join(even, odd), [part.shape[0], 2 * part.shape[1]])
@@ -285,7 +285,7 @@ def in_one(part):
 
 @triton.jit
 def unpack(part):
-    """Return the logits of a part as float32: a pair for even and odd tokens, or all."""
+    """Return the logits of a part as a tuple of float32 tensors: of even and odd tokens, or of all tokens."""
     if part.dtype == tl.int32:
         return (part << 16).to(tl.float32, bitcast=True), (part & -65536).to(tl.float32, bitcast=True)
     else:
@@ -293,18 +293,18 @@ def unpack(part):
 
 
 @triton.jit
-def in_order(bits):
-    """Return the bits of float32 numbers as integers in the same order; the function is its own inverse."""
+def ordered_bits(bits):
+    """Return integers in the order of float32 numbers, given their bits; the function is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def key_of(logit):
     """Return an integer in the order of logits; 0 and -0 have the same integer."""
-    return in_order((logit + 0.0).to(tl.int32, bitcast=True))
+    return ordered_bits((logit + 0.0).to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def logit_of(key):
     """Return the logit of a key."""
-    return in_order(key).to(tl.float32, bitcast=True)
+    return ordered_bits(key).to(tl.float32, bitcast=True)

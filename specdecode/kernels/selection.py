@@ -2,10 +2,9 @@
 
     block b = argmax log W_b + G(b)        token v = argmax log w(v) + G'(v) in block b,  w(v) = exp((l_v - M) / T)
 
-One random number is drawn for each block, and one for each token of a single block, the only one whose logits are read
-again. With G = -log E, E exponential, the first is argmax W_b / E(b) and the second argmax w(v) / E'(v). This form is
-computed, because it needs no logarithm of weights. (It is an *exponential race*: tokens arrive at times E(v) / w(v), and
-the first to arrive is taken.)
+One random number is drawn for each block, and one for each token of block b, the only block that is read again. With G =
+-log E, E exponential, the first is argmax W_b / E(b) and the second argmax w(v) / E'(v). This form is computed, because it
+needs no logarithm of weights. (It is an *exponential race*: tokens arrive at times E(v) / w(v), and the first is taken.)
 
 A tie goes to the lowest block, and in it to the lowest token: `first_largest`, or `block_bounds.ranked` where blocks come
 in the order of their bounds.
@@ -15,10 +14,10 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.block_bounds import with_blocks
-from specdecode.kernels.distribution import combine, combine_again
+from specdecode.kernels.distribution import combine, combine_nonfinite
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.philox import accept_uniform, exponential
-from specdecode.kernels.rows import BLOCK_SIZE, base_2_scale, in_order, load_logits, target_row_at, tokens_of
+from specdecode.kernels.rows import BLOCK_SIZE, base_2_scale, load_logits, ordered_bits, target_row_at, tokens_of
 from specdecode.kernels.statistics import load_target_statistics
 from specdecode.kernels.values import Noise
 
@@ -32,7 +31,7 @@ def noise_at(context, requests, sizes):
 
 @triton.jit
 def first_largest(scores):
-    """Return the first index of the largest score. Negative scores are in no order, but below all others."""
+    """Return the first index of the largest score. Negative scores count as smaller than all others, in no defined order."""
     bits = scores.to(tl.int32, bitcast=True)  # in the same order, and compared faster
     count: tl.constexpr = scores.shape[0]
     return tl.min(tl.where(bits == tl.max(bits, 0), tl.arange(0, count), count), 0)
@@ -53,7 +52,7 @@ def select_block(block_sums, exponentials):
 
 @triton.jit
 def token_weights(logits, row_max, temperature):
-    """Return the weights 2^60 exp((l - row_max) / T): in a block that can be selected, no token that matters underflows."""
+    """Return the weights 2^60 exp((l - row_max) / T): in a selected block no token that matters underflows."""
     return tl.exp2(tl.fma(logits - row_max, base_2_scale(temperature), 60.0))
 
 
@@ -79,11 +78,11 @@ def draw_from_block(loaded, block, row_max, temperature):
 
 @triton.jit
 def guess_block(statistics, exponentials, scale):
-    """Return the block that is very likely selected, found by logarithms before the row's maximum is known."""
+    """Return a guess of the selected block, nearly always right, from logarithms, before the row's maximum is known."""
     block_max, sumexp = statistics
     MAX_BLOCKS: tl.constexpr = block_max.shape[0]
     scores = tl.fma(block_max, scale, tl.log2(sumexp) - tl.log2(exponentials))
-    return tl.max(with_blocks(in_order(scores.to(tl.int32, bitcast=True))), 0) & (MAX_BLOCKS - 1)
+    return tl.max(with_blocks(ordered_bits(scores.to(tl.int32, bitcast=True))), 0) & (MAX_BLOCKS - 1)
 
 
 @triton.jit
@@ -104,6 +103,6 @@ def sample_token(context, noise, inputs, workspace, sizes):
                 loaded = load_block(row, context, block, token_domain)
             token = draw_from_block(loaded, block, p.row_max, context.temperature)
     else:
-        p = combine_again(statistics, row, context.temperature, sizes)
+        p = combine_nonfinite(statistics, row, context.temperature, sizes)
         token = p.point_mass_token
     return tl.minimum(token, sizes.vocab_size - 1), normalizer_of(p)

@@ -3,8 +3,8 @@
     lag of token v in block b  =  log S_best - log S_b + log s_first - log s_v,     S_b = W_b / E(b),  s_v = w(v) / E'(v)
 
 S and s are the scores by which `selection` draws one token, the token with lag 0; S_best is the largest S, and s_first the
-largest s of block b. The siblings are the `WIDTH` tokens with the smallest lags. They lie in the `WIDTH` best blocks, since
-the best token of a block has the lag of its block. Logarithms here have base 2.
+largest s of block b. The siblings are the `WIDTH` tokens with the smallest lags. They lie in the `WIDTH` blocks with the
+largest S, since the first token of a block has the lag of its block. Logarithms here have base 2.
 
 A program has one row. It reads the row's statistics, 8 bytes for each block of 1,024, and `WIDTH` blocks of logits again.
 Siblings of a greedy request are the tokens with the largest logits.
@@ -20,8 +20,8 @@ from specdecode.kernels.request import load_key, load_temperature, locate_progra
 from specdecode.kernels.rows import BLOCK_SIZE, base_2_scale, load_logits, target_row_at
 from specdecode.kernels.selection import block_scores, first_largest, noise_at
 from specdecode.kernels.statistics import load_target_statistics
-from specdecode.kernels.top_logprobs import NO_TOKEN, next_in_order
-from specdecode.kernels.truncation.narrow import NO_ORDER, token_in_order
+from specdecode.kernels.top_logprobs import NO_TOKEN, next_token
+from specdecode.kernels.truncation.narrow import NO_ORDER, token_of_order
 from specdecode.kernels.values import INFINITY, RowContext
 
 
@@ -35,7 +35,7 @@ def best_blocks(scores, WIDTH: tl.constexpr, RANKS: tl.constexpr):
         score, block = tl.max(scores, 0), first_largest(scores)
         lag = tl.where(score > 0, tl.log2(best / tl.where(score > 0, score, 1.0)), INFINITY)
         blocks, lags = tl.where(ranks == rank, block, blocks), tl.where(ranks == rank, lag, lags)
-        scores = tl.where(indices == block, -1.0, scores)  # if none is positive any more, lags are infinite
+        scores = tl.where(indices == block, -1.0, scores)  # taken
     return blocks, lags
 
 
@@ -62,8 +62,8 @@ def store_likeliest(row, block_max, drawn, siblings_ptr, sizes, WIDTH: tl.conste
     """Store the tokens with the largest logits, the drawn token first."""
     last = tl.full([], NO_ORDER, tl.int64)
     for nth in range(WIDTH):
-        last, block_max = next_in_order(row, block_max, last, sizes)
-        _, token = token_in_order(last)
+        last, block_max = next_token(row, block_max, last, sizes)
+        _, token = token_of_order(last)
         token = tl.where(last > NO_TOKEN, token, -1)
         tl.store(siblings_ptr + nth, tl.where(nth == 0, drawn, token.to(tl.int64)))
 
@@ -77,10 +77,8 @@ def siblings_kernel(inputs, outputs, workspace, sizes, siblings):
     noise = noise_at(context, inputs.requests, sizes)
     siblings_ptr = siblings.ids_ptr + request.index * siblings.WIDTH
     await_launch(siblings.OVERLAPS)
-    row, statistics = (
-        target_row_at(context, inputs, workspace, sizes),
-        load_target_statistics(context, workspace, sizes),
-    )
+    row = target_row_at(context, inputs, workspace, sizes)
+    statistics = load_target_statistics(context, workspace, sizes)
     drawn = tl.load(outputs.token_ids_ptr + request.index)
     p = combine(statistics, row, temperature, sizes)
     if temperature > 0:

@@ -14,7 +14,7 @@ INTEGERS = {"stride": "i64", "count": "i32"}
 
 @dataclass(frozen=True)
 class Symbol:
-    """A field of a plan's bundle whose value differs by call: a tensor or a number, as a Python expression."""
+    """A field of a plan's bundle that has another value in each call: a Python expression of a tensor or a number."""
 
     expression: str
     dtype: torch.dtype | None = None  # of a tensor

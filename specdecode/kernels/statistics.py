@@ -11,7 +11,7 @@ NaN and infinities are not handled here: they make the statistics of their block
 import triton
 import triton.language as tl
 
-from specdecode.kernels.rows import LOG2_E, base_2_scale, in_order, row_index, unpack
+from specdecode.kernels.rows import LOG2_E, base_2_scale, ordered_bits, row_index, unpack
 from specdecode.kernels.values import INFINITY
 
 WARP = tl.constexpr(32)
@@ -64,7 +64,7 @@ def largest_logits(parts, INTEGER_MAX: tl.constexpr):
     maxima = maxima_of_parts(parts)
     if INTEGER_MAX:
         # One instruction for each comparison instead of five; a NaN becomes non-finite or is ignored.
-        return in_order(tl.max(in_order(maxima.to(tl.int32, bitcast=True)), 1)).to(tl.float32, bitcast=True)
+        return ordered_bits(tl.max(ordered_bits(maxima.to(tl.int32, bitcast=True)), 1)).to(tl.float32, bitcast=True)
     else:
         return tl.max(maxima, 1)
 
@@ -94,8 +94,8 @@ def sums_of_exponentials(parts, block_max, scales):
 def sum_blocks(weights):
     """Return the sums of [BLOCKS, BLOCK_N] weights over the lanes, as a tree: pairs of neighbours, pairs of sums, ...
 
-    So the order does not depend on how the compiler distributes lanes over threads, which differs by the row's layout.
-    The weights are a tuple: one tensor, or two [BLOCKS, BLOCK_N // 2], of even and of odd lanes.
+    This order does not depend on the layout of lanes over threads, which the compiler chooses by the row's layout. The
+    weights are a tuple: one tensor, or two [BLOCKS, BLOCK_N // 2], of even and of odd lanes.
     """
     sums = weights[0] if len(weights) == 1 else weights[0] + weights[1]
     BLOCKS: tl.constexpr = sums.shape[0]
@@ -149,24 +149,23 @@ def store_statistics(
     """Store the statistics of `BLOCKS` consecutive blocks of a row, and their lane maxima if wanted, given their parts."""
     store_maxima(maxima_ptr, parts, first, sizes, BLOCKS)
     block_max, sumexp = block_statistics(parts, temperature, INTEGER_MAX)
-    store_both(pointer, block_max, sumexp, first, sizes, BLOCKS)
+    store_pairs(pointer, block_max, sumexp, first, sizes, BLOCKS)
 
 
 @triton.jit
 def store_statistics_and_raw(pointer, raw_pointer, maxima_ptr, parts, first, temperature, sizes, config):
-    """Store the statistics of a program's blocks, and the raw statistics if they differ or are always kept."""
+    """Store the statistics of a program's blocks, and the raw statistics (T = 1) if they differ or are always kept."""
     store_maxima(maxima_ptr, parts, first, sizes, config.BLOCKS)
     block_max, sumexp, raw = block_statistics_and_raw(parts, temperature, config.INTEGER_MAX)
-    store_both(pointer, block_max, sumexp, first, sizes, config.BLOCKS)
+    store_pairs(pointer, block_max, sumexp, first, sizes, config.BLOCKS)
     if config.KEEPS_RAW or temperature != 1:
-        store_both(raw_pointer, block_max, raw, first, sizes, config.BLOCKS)
+        store_pairs(raw_pointer, block_max, raw, first, sizes, config.BLOCKS)
 
 
 @triton.jit
-def store_both(pointer, block_max, sumexp, first, sizes, BLOCKS: tl.constexpr):
-    """Store the maxima and the sums of consecutive blocks."""
-    # Each warp has a block, and its first lane stores. A [BLOCKS] vector would first move between warps, which needs a
-    # barrier.
+def store_pairs(pointer, block_max, sumexp, first, sizes, BLOCKS: tl.constexpr):
+    """Store two numbers for each of `BLOCKS` consecutive blocks, such as its maximum and its sum."""
+    # Each warp has a block, and its first lane stores. To store a [BLOCKS] vector would need a barrier between warps.
     blocks, lanes = first + tl.arange(0, BLOCKS)[:, None], tl.arange(0, WARP)[None, :]
     pointers = pointer + blocks * 2 + lanes
     wanted = (blocks < sizes.num_blocks) & (lanes == 0)

@@ -4,9 +4,9 @@ A program has one row. If the row's token was emitted, it combines the row's sta
 the kept tokens only.
 
 Likeliest tokens: the first n in the order (logit descending, id ascending) are found one after the other. The next token
-is in the block with the largest maximum of the remaining tokens, the first such block if several tie; only that block is
-read. Proof: an earlier token in the order would have a larger logit, or an equal logit and a lower id. So its block would
-have a larger maximum, or an equal maximum and a lower index.
+is in the block with the largest maximum of the remaining tokens, the first of equal blocks; only that block is read. Proof:
+an earlier token would have a larger logit, or an equal logit and a lower id. So its block would have a larger maximum, or
+an equal maximum and a lower index.
 
 Kept tokens are in the blocks with a finite maximum. These blocks are read in the order of ids.
 
@@ -34,7 +34,7 @@ from specdecode.kernels.rows import (
     tokens_of,
 )
 from specdecode.kernels.statistics import load_target_statistics
-from specdecode.kernels.truncation.narrow import NO_ORDER, order_of, token_in_order
+from specdecode.kernels.truncation.narrow import NO_ORDER, order_of, token_of_order
 from specdecode.kernels.values import INFINITY, RowContext
 
 MOST_KEPT = tl.constexpr(limits.MOST_KEPT)
@@ -64,10 +64,10 @@ def distribution_of(row, statistics, temperature, sizes):
 
 
 @triton.jit
-def next_in_order(row, block_max, last, sizes):
-    """Return the `order_of` the first token after `last`, and the block maxima of the tokens after it.
+def next_token(row, block_max, last, sizes):
+    """Return the `order_of` the next token after `last`, `NO_TOKEN` if there is none, and the block maxima after that token.
 
-    `block_max` are the block maxima of the tokens after `last`. The order is `NO_TOKEN` if there is no such token.
+    `block_max` are the block maxima of the tokens after `last`.
     """
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
     largest = tl.max(block_max, 0)
@@ -78,7 +78,7 @@ def next_in_order(row, block_max, last, sizes):
     order = tl.where((logits > -INFINITY) & (order < last), order, NO_TOKEN)
     first = tl.max(order, 0)
     second = tl.max(tl.where(order < first, order, NO_TOKEN), 0)
-    logit, _ = token_in_order(second)
+    logit, _ = token_of_order(second)
     return first, tl.where(blocks == block, tl.where(second > NO_TOKEN, logit, -INFINITY), block_max)
 
 
@@ -89,8 +89,8 @@ def store_top_logprobs(row, p, block_max, temperature, index, lists, sizes):
     for rank in range(lists.num_top):
         token, value = tl.where(rank == 0, p.point_mass_token, -1), tl.where(rank == 0, 0.0, -INFINITY)
         if p.point_mass_token < 0:
-            last, block_max = next_in_order(row, block_max, last, sizes)
-            logit, token = token_in_order(last)
+            last, block_max = next_token(row, block_max, last, sizes)
+            logit, token = token_of_order(last)
             value = logprob(logit, token, normalizer, temperature)
             token, value = tl.where(last > NO_TOKEN, token, -1), tl.where(last > NO_TOKEN, value, -INFINITY)
         tl.store(lists.top_ids_ptr + index * lists.num_top + rank, token.to(tl.int64))
@@ -119,8 +119,8 @@ def list_kept(row, block_max, ids_ptr, sizes):
 def store_kept_set(row, p, block_max, index, workspace, lists, sizes):
     """Write the number of kept tokens of a row, their ids, and the last one."""
     ids_ptr = lists.kept_ids_ptr + index * MOST_KEPT
-    num_listed = list_kept(row, block_max, ids_ptr, sizes)  # none of a point mass
-    tl.debug_barrier()  # if they do not fit, other threads overwrite listed ids by -1
+    num_listed = list_kept(row, block_max, ids_ptr, sizes)  # 0 for a point mass
+    tl.debug_barrier()  # other threads overwrite listed ids by -1 if there are too many
     entries, start = tl.arange(0, MOST_KEPT), tl.where(num_listed <= MOST_KEPT, num_listed, 0)
     tl.store(ids_ptr + entries, tl.where(entries == 0, p.point_mass_token, -1), mask=entries >= start)
     cutoff = p.point_mass_token

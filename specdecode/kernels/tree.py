@@ -19,12 +19,12 @@ from specdecode.kernels.call import verify
 from specdecode.kernels.launch import compile_ahead
 
 LOGITS_A_ROUND = {"whole": 16_000_000, "narrow": 30_000_000, "wide": 110_000_000}
-"""The most logits of a call's rows for each saved round, by the kind of rows, for which all rows are read at once.
+"""The most logits, for each round that it saves, that are read at once in place of rounds, by the kind of rows.
 
-With only top-p, rows may be wide: a round then waits for the row with the longest search.
+With top-p alone, rows may be wide: a round then waits for the row with the longest search.
 """
 
-BLOCK = 256  # nodes that one iteration searches for a child; more of them take four warps
+BLOCK = 256  # nodes that one iteration searches for a child; kernels for larger trees have four warps
 
 
 SIZES = ["num_rows", "num_slots", "num_nodes", "vocab_size", "max_depth", "most_drafts", "parents_stride", "id_stride"]
@@ -151,7 +151,7 @@ class Nodes(NamedTuple):
 
 
 def start(batch: TreeBatch, by_node: bool = False) -> tuple[Walk, Nodes | None]:
-    """Return the walk at node 0, with int32 links; with `by_node` also the rows of all nodes, which are its `row`, too."""
+    """Return the walk at node 0, with int32 links; with `by_node` also the rows of all nodes, which replace its `row`."""
     requests, num_nodes = batch.token_ids.shape
     new, device = torch.empty, batch.token_ids.device
     packing, target, seeds = batch.packing, batch.rows.target_logits, batch.rows.seeds

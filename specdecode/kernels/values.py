@@ -41,9 +41,9 @@ class Tokens(NamedTuple):
 
     ids: Any
     inside: Any  # whether the row has them
-    octets: Any  # of whole blocks: the index of the mask byte of eight tokens, [BLOCKS, BLOCK_N // 8]; or ()
-    quads: Any  # of whole blocks: the first four of every eight tokens, [BLOCKS, BLOCK_N // 2]
-    end: Any  # the vocabulary size, if there are octets
+    octets: Any  # of whole blocks: the index of the mask byte of eight tokens, [BLOCKS, BLOCK_N // 8]; otherwise ()
+    quads: Any  # of whole blocks: the first four of every eight tokens, [BLOCKS, BLOCK_N // 2]; otherwise ()
+    end: Any  # of whole blocks: the vocabulary size
 
 
 class Loaded(NamedTuple):

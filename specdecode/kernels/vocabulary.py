@@ -47,7 +47,7 @@ def map_kernel(inputs, workspace, sizes, config):
 
 @triton.jit
 def by_target(row, workspace, sizes):
-    """Return a draft row that is indexed by the target's tokens."""
+    """Return a draft row indexed by the target's tokens, given the row indexed by the draft's ids."""
     if workspace.draft_ids_ptr is None:
         return row
     else:

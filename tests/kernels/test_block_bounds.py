@@ -12,7 +12,7 @@ import triton.language as tl
 from specdecode import kernels
 from specdecode.kernels import residual
 from specdecode.kernels.arguments import Pointer
-from specdecode.kernels.block_bounds import block_of, keys_of, most_of, ranked, residual_bounds, score_of
+from specdecode.kernels.block_bounds import block_of, keys_of, ranked, residual_bounds, score_of, upper_bound
 from specdecode.kernels.distribution import combine
 from specdecode.kernels.probabilistic import log_ratio
 from specdecode.kernels.request import LARGEST_TEMPERATURE, load_key, locate
@@ -67,7 +67,7 @@ def search_kernel(inputs, workspace, sizes, config, found):
     sums = tl.load(sums_ptr + blocks, mask=blocks < sizes.num_blocks, other=0.0)
     bounds = residual_bounds(p.block_sums)
     keys = keys_of(bounds, sizes)
-    holds = (sums <= bounds) & (bounds <= most_of(keys, sizes).to(tl.float32, bitcast=True))
+    holds = (sums <= bounds) & (bounds <= upper_bound(keys, sizes).to(tl.float32, bitcast=True))
     tl.store(found.holds_ptr + index, tl.min(tl.where(blocks < sizes.num_blocks, holds, True).to(tl.int32), 0))
     exponentials = noise_at(context, inputs.requests, sizes).exponentials
     searched = select_residual_block(context, exponentials, (p, residual), rows, inputs, sizes, config)

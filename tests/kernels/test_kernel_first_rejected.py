@@ -17,14 +17,14 @@ from specdecode.kernels.first_rejected import (
     clear_state,
     first_row,
     is_last,
-    is_to_finish,
     load_empty,
     load_first_rejected,
     peek_first_rejected,
     publish_empty,
     publish_rejection,
+    writes_output,
 )
-from specdecode.kernels.output import hand_in, store_logprob, store_output, store_token
+from specdecode.kernels.output import store_logprob, store_output, store_rejected_token, store_token
 from specdecode.kernels.request import count_drafts, draft_at
 from specdecode.kernels.values import RequestIndex, RowContext
 from tests.support.kernels import DEVICE, every, needs_interpreter, orders, run_kernel, sizes_of
@@ -202,10 +202,10 @@ def take_step(rows, offset, step):
         if stops:
             store_token(rows.outputs, context, 100 + offset, -100.0 - offset, rows.sizes)
     else:
-        bits = hand_in(rows.outputs, rows.state_ptr, context, 100 + offset, -100.0 - offset, rows.sizes)
+        bits = store_rejected_token(rows.outputs, rows.state_ptr, context, 100 + offset, -100.0 - offset, rows.sizes)
     finishes = tl.full([], False, tl.int1)
     if (step == 1) | ((stops == 0) & (rows.IS_DRAWN == 0)):
-        finishes = is_to_finish(rows.state_ptr, context, bits, rows.sizes, rows.IS_DRAWN)
+        finishes = writes_output(rows.state_ptr, context, bits, rows.sizes, rows.IS_DRAWN)
     if finishes:
         stop = first_row(bits, REJECTED_BITS)
         counted = count_drafts(rows.drafts, request, rows.sizes)

@@ -307,7 +307,7 @@ def test_kernels_with_more_arguments_are_compiled_first_and_returned_in_their_pl
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
     assert launch.compile_all(launches, "gpu") == begun == launches
     begun.clear()
-    launch.compile_ahead([lambda: launch.is_collected(SimpleNamespace(device="gpu", launches=launches))])
+    launch.compile_ahead([lambda: launch.collect(SimpleNamespace(device="gpu", launches=launches))])
     assert begun == launches[::-1]
 
 
@@ -323,7 +323,7 @@ def test_what_several_calls_launch_is_compiled_before_the_first_of_them_each_ker
             device="gpu",
             launches=[SimpleNamespace(key=lambda _, each=each: each, num_arguments=0) for each in letters],
         )
-        if not launch.is_collected(plan):
+        if not launch.collect(plan):
             events.append(f"{letters} runs")
 
     def compile_all(launches, device):

@@ -134,7 +134,7 @@ def planned_with(module: Any, **constants: Any) -> Iterator[None]:
 
 def sizes_of(batch: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
     """Return the bundle of sizes of a call."""
-    of_class = bundles.class_of(num_draft_tokens, vocab_size)
+    of_class = bundles.size_constants(num_draft_tokens, vocab_size)
     return Sizes(batch, num_draft_tokens, vocab_size, -(-vocab_size // BLOCK_SIZE), *of_class)
 
 

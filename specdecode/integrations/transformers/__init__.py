@@ -5,7 +5,7 @@ modules in this order:
 
     generation         `generate`: checks its arguments, runs the loop, returns the output
     loop               a step: draft, verify, advance, realign
-    requests           the requests of a batch, and where their columns go from step to step
+    requests           the requests of a batch, and the movement of their columns from step to step
     drafters           a draft model, prompt lookup, or neither
     lengths            how many drafts: planned from measured times, for `num_draft_tokens="auto"`
     models             a model with its cache, and which models are supported

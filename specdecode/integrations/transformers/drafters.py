@@ -137,7 +137,7 @@ class ModelDrafter(Drafter):
     vocab_size: int  # of the target
     stops: Stops
     with_stop: bool  # whether a token that ends the text may be drafted
-    stop_below: float | None  # a request stops drafting where no token of a row is as likely
+    stop_below: float | None  # a request stops drafting at a row in which no token has this probability
 
     @property
     def models(self) -> list[CachedModel]:
@@ -145,7 +145,7 @@ class ModelDrafter(Drafter):
 
     def draft(self, batch: Batch, most: Tensor, num_draft_tokens: int) -> Drafts:
         tokens, rows, drawn, kept = batch.tokens, [], [], []
-        drafts = most > 0  # which requests draft on
+        drafts = most > 0  # whether each request goes on drafting
         for i in range(num_draft_tokens):
             row = self.row(tokens, batch, i, drafts)
             if self.processors:

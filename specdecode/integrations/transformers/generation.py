@@ -81,11 +81,11 @@ def generate(
     the rest of the batch, nor on padding. With `method="strict"` they do not depend on the drafter either, and equal the
     tokens with `draft=None`. Temperature 0 is greedy decoding.
 
-    The generation config decides where an argument is None. Its fields that change logits (such as `repetition_penalty`,
-    `no_repeat_ngram_size`, `bad_words_ids` and `min_new_tokens`) are applied by transformers' logits processors, to each row
-    with the tokens before that row, drafts included. Rows of the draft model are processed and truncated in the same way.
-    Fields that are not supported raise an error that names them. Fields about speed, memory or what is drafted have no
-    effect; the documentation lists them.
+    An argument that is None is taken from the generation config. Fields of the config that change logits (such as
+    `repetition_penalty`, `no_repeat_ngram_size`, `bad_words_ids` and `min_new_tokens`) are applied by transformers' logits
+    processors, to each row with the tokens before that row, drafts included. Rows of the draft model are processed and
+    truncated in the same way. Fields that are not supported raise an error that names them. Fields about speed, memory or
+    drafting have no effect; the documentation lists them.
 
     Args:
         target: Hugging Face causal language model in evaluation mode, whose cache holds only keys and values, with full,
@@ -100,8 +100,8 @@ def generate(
             cost that [`measure_cost`][specdecode.integrations.transformers.measure_cost] finds, once for each model. The
             distribution stays the target's. But other lengths give other tokens, unless the method is `"strict"`: then they
             depend on the measured times and on the rest of the batch.
-        max_new_tokens: the most new tokens per request, at least 1. Give this or `max_length`; without either, the config's
-            `max_new_tokens` or else its `max_length` holds.
+        max_new_tokens: the most new tokens per request, at least 1. Give this or `max_length`. None for both = the config's
+            `max_new_tokens`, else its `max_length`.
         max_length: the most columns of `sequences`, prompt and padding included, as in transformers.
         temperature: float or [batch]; 0 = greedy. None = 0 if the config says `do_sample=False`, else the config's
             temperature, else 1.
@@ -110,22 +110,21 @@ def generate(
         top_p: float or [batch]; 1 = all tokens, None as for `top_k`.
         min_p: float or [batch]; 0 = all tokens, None as for `top_k`.
         seeds: [batch] int64, or one int s meaning s, s + 1, ...; None = drawn from torch's default generator.
-        eos_token_id: stop token or tokens; None = the config's, where ids outside the vocabulary, such as -1, stop
-            nothing; [] = none.
+        eos_token_id: stop token or tokens; None = the config's, without ids outside the vocabulary, such as -1; [] = none.
         on_step: called with a `Step` for every request and step, as soon as its tokens are known.
         generation_config: used where an argument is None. The target's own `generation_config` fills in the fields that are
             None here, and is used alone by default.
         logits_processor: functions of (input_ids, scores), such as a `LogitsProcessorList`, applied after the config's
             own. They are given [rows, length] int64 tokens without padding and [rows, vocab] scores, and return scores
-            of the same shape. They must decide by these alone, row by row: which rows come together is not defined.
+            of the same shape. Each row of scores may depend only on the same row of both arguments.
         num_return_sequences: how often each prompt is continued, each time with a seed of its own: `seeds` is then
             [batch * num_return_sequences] or an int, and a [batch] tensor for another argument holds for all continuations
             of a prompt. None = the config's, else 1.
         streamer: such as a `TextStreamer`, for one request: given the prompt, then each new token, as by transformers. See
             `on_step` for several.
-        accept_stop_tokens: False = end a request's drafts before a token that ends the text. Only for a synthetic sampler,
-            which would accept it at the scheduled rate, so that texts end earlier than the target's. A text then ends where
-            the target itself emits such a token.
+        accept_stop_tokens: False = end a request's drafts before a token that ends the text. Only for a synthetic sampler:
+            it would accept such drafts at the scheduled rate, and texts would be shorter than the target's. With False a
+            text ends where the target itself emits such a token.
         stop_strings: string or strings; a text ends with the token that completes one, as in transformers. None = the
             config's, [] = none.
         tokenizer: the target's, needed only where there are stop strings.
@@ -134,8 +133,8 @@ def generate(
             token, two after each of them, and one after each of these. The method must be `"strict"`, the drafter a draft
             model, and both models must take 4-D attention masks.
         max_draft_tokens: the most drafts per step and request with `num_draft_tokens="auto"`.
-        stop_below: end a request's drafts before the first row of the draft model whose largest probability, at temperature
-            1 and without truncation, is less than this number from 0 to 1. That is decided before a token is drawn from the
+        stop_below: a number from 0 to 1: end a request's drafts before the first row of the draft model with a smaller
+            largest probability, at temperature 1 and without truncation. This is decided before a token is drawn from the
             row, so the output stays exact. None = never. Needs a draft model.
 
     Returns:

@@ -77,7 +77,7 @@ def measure_cost(
 
 
 def measured(model: Any, role: str, sampler: RejectionSampler, num_requests: int, lengths: list[int]) -> list[float]:
-    """Return the seconds of a model's calls with these numbers of drafts, and what the sampler does with their logits."""
+    """Return the seconds of a model's calls with these numbers of drafts, verification or drafting included."""
     cached = CachedModel(role, model)
     key = (role, sampler.method, num_requests, *lengths, model.device, model.dtype)
     times = MEASURED.setdefault(model, {})
@@ -89,7 +89,7 @@ def measured(model: Any, role: str, sampler: RejectionSampler, num_requests: int
 
 
 def step(model: CachedModel, sampler: RejectionSampler, num_requests: int, num_drafts: int) -> Callable[[], object]:
-    """Return a function that calls a model without context, then verifies so many drafts, or draws a draft."""
+    """Return a function that calls a model without context, then verifies `num_drafts` drafts, or draws one draft."""
     device = model.model.device
     tokens = torch.zeros(num_requests, num_drafts + 1, dtype=torch.int64, device=device)
     lengths = torch.full((num_requests,), num_drafts + 1, device=device)
@@ -114,14 +114,9 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 class Lengths:
-    """The draft length of each step, planned from the steps before it: all requests of a step have the same.
+    """The draft length of each step, the same for all requests, planned from the steps before it.
 
-    Args:
-        target: the target model.
-        draft: the draft model, or prompt lookup.
-        sampler: verifies the drafts.
-        num_requests: the requests of the first step.
-        most: the longest length.
+    The first step has `num_requests` requests; `most` is the longest length.
     """
 
     def __init__(self, target: Any, draft: Any, sampler: RejectionSampler, num_requests: int, most: int) -> None:

@@ -46,7 +46,7 @@ class CachedModel:
         self.vocab_size = logits_width(model)
         self.num_embeddings: int = num_rows(model, "get_input_embeddings") or self.vocab_size
         self.clear()
-        self.last_position = 0  # the last one that a token can have, set by check_lengths
+        self.last_position = 0  # the last position that the model reads, set by check_lengths
         self.calls = 0
 
     def clear(self) -> None:
@@ -143,7 +143,7 @@ class CachedModel:
             )
 
     def check_vocab_size(self, target_vocab_size: int) -> None:
-        """Raise if the vocabulary is another one than the target's."""
+        """Raise if the vocabulary differs too much from the target's, or the target lacks embeddings."""
         if self.name == "target" and self.num_embeddings < self.vocab_size:
             raise ValueError(
                 f"{self.name}: expected an input embedding for each of the {self.vocab_size} tokens of its logits, got "
@@ -236,10 +236,8 @@ def num_positions(text_config: Any) -> int | None:
         return table
     own = getattr(text_config, "original_max_position_embeddings", None)
     limits = []
-    for each in (
-        rope,
-        *(value for value in rope.values() if isinstance(value, dict)),
-    ):  # for all layers, or by their type
+    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    for each in (rope, *by_layer_type):
         if each.get("rope_type") == "dynamic":
             limits.append(table)
         elif each.get("rope_type") == "longrope":

@@ -44,7 +44,7 @@ class Processors:
         target: the target model, whose method builds the processors of the config.
         config: the merged config.
         given: the user's processors, applied last; each replaces the config's processor of the same class.
-        prompts: [batch, prompt] bool: which columns of the prompts are tokens.
+        prompts: [batch, prompt] bool: the mask of tokens, False for padding.
         max_new_tokens: the most new tokens per request.
         stops: what ends a text.
         sampler: the sampler that verifies the processed rows.

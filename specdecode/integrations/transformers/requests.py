@@ -1,4 +1,4 @@
-"""The requests of a batch, and where their columns go from step to step.
+"""The requests of a batch, and the movement of their columns from step to step.
 
 The tokens of a batch are right-aligned in one tensor, and the caches hold the same columns:
 
@@ -7,9 +7,9 @@ The tokens of a batch are right-aligned in one tensor, and the caches hold the s
     the next    . . . . a b c x u      both are right-aligned again, and the columns of the caches were moved
                 d e f g h x y z v      in the same way: rejected columns are gone, no gaps are left to mask
 
-So a request's columns are consecutive, whatever the other requests accept. Masks that count columns (sliding windows, ALiBi)
-stay right. The caches are never longer than the longest request needs. For one request, or if all requests accept equally
-many drafts, moving is only a crop.
+So a request's columns are consecutive, whatever the other requests accept, and masks that count columns (sliding windows,
+ALiBi) stay correct. The caches are never longer than the longest request needs. For one request, or if all requests accept
+equally many drafts, moving is only a crop.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Stops:
 def find_stop_strings(
     config: GenerationConfig, stop_strings: str | Sequence[str] | None, tokenizer: Any
 ) -> StopStringCriteria | None:
-    """Return transformers' criterion for the stop strings of the argument or else the config, None without any.
+    """Return transformers' criterion for the stop strings, from the argument or the config; None without any.
 
     Raises:
         TypeError: `stop_strings` is not a string or a sequence of strings, or `tokenizer` is no tokenizer.

@@ -1,6 +1,6 @@
 """Trees of drafts: one draft call for each level, one target call for all nodes.
 
-The nodes of a step are columns behind the text, level by level. Node 0 is the last token of the text:
+The nodes of a step are columns after the text, level by level. Node 0 is the last token of the text:
 
     text 0 | 1 2 | 3 4 5 6     widths (2, 2): nodes 1 and 2 follow node 0, nodes 3 and 4 follow 1, nodes 5 and 6 follow 2
 
@@ -58,10 +58,7 @@ class Tree:
     def texts(self, batch: Batch, node_ids: Tensor, level: range) -> Batch:
         """Return one request for each node of a level, with the text up to the node; nodes of a request are adjacent.
 
-        Args:
-            batch: the requests.
-            node_ids: [requests, nodes] int64, -1 = no node.
-            level: the nodes.
+        `node_ids` are [requests, nodes] int64, -1 = no node.
         """
         repeat = partial(torch.repeat_interleave, repeats=len(level), dim=0)
         paths = torch.tensor([self.paths[node] for node in level], dtype=torch.int64, device=node_ids.device)
@@ -78,12 +75,7 @@ class Tree:
 def read_nodes(model: CachedModel, batch: Batch, tree: Tree, node_ids: Tensor, keep: int) -> Tensor:
     """Return the logits after the last `keep` nodes, [requests, keep, vocab]; the model reads the columns it has not cached.
 
-    Args:
-        model: the target or the draft model.
-        batch: the requests.
-        tree: the tree.
-        node_ids: [requests, nodes] int64, the first nodes of the tree, -1 = no node.
-        keep: number of nodes.
+    `node_ids`, [requests, nodes] int64, are the first nodes of the tree, -1 = no node.
     """
     device, num_nodes, num_cached = batch.tokens.device, node_ids.shape[1], model.num_columns
     num_before = batch.tokens.shape[1] - 1  # columns before node 0
@@ -105,14 +97,12 @@ def read_nodes(model: CachedModel, batch: Batch, tree: Tree, node_ids: Tensor, k
 
 
 def keep_path(model: CachedModel, width: int, path: Tensor) -> None:
-    """Move the cached columns of the accepted nodes right behind the text, and remove the columns of all other nodes.
+    """Move the cached columns of the accepted nodes directly after the text, and remove the columns of other nodes.
 
-    Args:
-        model: a model whose cache holds the text and the nodes of the path.
-        width: the number of columns of the text, node 0 included.
-        path: [requests, depth] int32: accepted nodes, then -1.
+    The text, node 0 included, has `width` columns. `path`, [requests, depth] int32, has the accepted nodes, then -1; the
+    cache holds them.
     """
-    columns = width - 1 + path.clamp(min=0).long()  # any column will do behind the path: `realign` removes it
+    columns = width - 1 + path.clamp(min=0).long()  # after the path any column will do: `realign` removes it
     for layer in model.filled_layers():
         for name in ("keys", "values"):
             entries = getattr(layer, name)
@@ -139,7 +129,7 @@ class TreeDrafter(ModelDrafter):
         tree, node_ids = self.tree, batch.tokens[:, -1:]
         for depth, (level, width) in enumerate(zip(tree.levels, tree.widths[:num_draft_tokens])):
             texts = tree.texts(batch, node_ids, level)
-            drafts = (most > depth).repeat_interleave(len(level))  # which nodes get children
+            drafts = (most > depth).repeat_interleave(len(level))  # whether each node gets children
             if depth > 0:  # a prompt may end with a stop token
                 drafts &= is_open(self.stops, texts, node_ids[:, level.start :].flatten())
             rows = self.fitted(read_nodes(self.model, batch, tree, node_ids, keep=len(level)).flatten(0, 1))

@@ -143,12 +143,7 @@ def without_gaps(likeliest: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def sampling_mask(output: SamplerOutput, vocab_size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return kept sets of at most 1,024 tokens as vLLM's `SamplingMaskTensors` has them.
-
-    Args:
-        output: of a call with `kept_sets`.
-        vocab_size: number of tokens.
-        width: number of ids returned.
+    """Return kept sets of at most 1,024 tokens as vLLM's `SamplingMaskTensors` has them, given a call's output.
 
     Returns:
         For all rows that requests may have: [rows, width] int32 ids in order, then -1; [rows, ceil(vocab_size / 8)] uint8

@@ -61,10 +61,10 @@ class Limits(NamedTuple):
 
 
 class Thinking(NamedTuple):
-    """The marks of thoughts, and the last begin and end of each request's."""
+    """The tokens that begin and end thoughts, and the last begin and end in each request's text."""
 
-    last_start: Tensor  # [num_slots] int32, in the committed text; -1 for never
-    last_end: Tensor
+    last_start: Tensor  # [num_slots] int32, the index in the committed text; -1 for never
+    last_end: Tensor  # the same for the end
     start_ids: Tensor  # [num_start] int32: the tokens that begin a thought
     num_start: int
     end_ids: Tensor  # the tokens that end it without being forced
@@ -145,7 +145,7 @@ def grammar_of(slot, offset, grammar, num_masks, mask_stride):
 
 @triton.jit
 def change_bits(words_ptr, ids, ALLOWED: tl.constexpr, VOCAB_SIZE: tl.constexpr):
-    """Set or clear the bits of tokens; ids outside the vocabulary are ignored."""
+    """Set the bits of tokens if `ALLOWED`, otherwise clear them; ids outside the vocabulary are ignored."""
     is_token, bits = (ids >= 0) & (ids < VOCAB_SIZE), (ids * 0 + 1) << (ids & (WORD - 1))
     if ALLOWED:
         tl.atomic_or(words_ptr + ids // WORD, bits, mask=is_token, sem="relaxed")
@@ -253,18 +253,12 @@ def mask_rows(
     grammar: StepGrammar | None,
     vocab_size: int,
 ) -> None:
-    """Write the words of a step's rows.
+    """Write the words of a step's rows, [num_rows, ceil(vocab_size / 32)] int32, contiguous.
 
-    Args:
-        words: [num_rows, ceil(vocab_size / 32)] int32, contiguous.
-        step: the step.
-        limits: of all slots.
-        thinking: None: no request has a budget.
-        grammar: None: no request has one.
-        vocab_size: number of tokens.
+    `thinking` is None if no request has a budget, `grammar` if none has a grammar.
     """
     rows = Rows(step.expanded_idx_mapping, step.pos, step.expanded_local_pos, step.input_ids)
-    given, sizes = Grammar(limits.numbers, limits.numbers, rows.slots), (0, 0, 1)  # of a grammar's types, unused
+    given, sizes = Grammar(limits.numbers, limits.numbers, rows.slots), (0, 0, 1)  # of the right types, not read
     if grammar is not None:
         given, sizes = Grammar(grammar.masks, grammar.mapping, grammar.requests), (*grammar.masks.shape, grammar.stride)
     mask_rows_kernel[(len(rows.slots),)](words, rows, limits, thinking, given, *sizes, VOCAB_SIZE=vocab_size)

@@ -29,7 +29,7 @@ GATHERED = (
 
 
 class AdvisedRunner:
-    """Mixed into vLLM's V2 model runner: it logs the flag of vLLM that saves the gather of logits, if it helps."""
+    """Mixed into vLLM's V2 model runner: it logs vLLM's flag that saves the gather of logits, where there is a gather."""
 
     # What vLLM's class has:
     model: Any
@@ -88,7 +88,7 @@ def install(method: EngineMethod) -> None:
 
 
 def unknown_rules(runner: Any) -> list[str]:
-    """Return the unknown names that vLLM's methods use, over all methods that are replaced here."""
+    """Return the unknown names in the methods of vLLM that are replaced here."""
     states = importlib.import_module("vllm.v1.worker.gpu.sample.states").SamplingStates
     methods = [getattr(runner.RejectionSampler, name) for name in ("_verify", "_get_logprobs_tensors")]
     methods += [runner.Sampler.apply_sampling_params, runner.Sampler.sample, states.add_request]

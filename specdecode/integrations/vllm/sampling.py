@@ -188,7 +188,7 @@ class TokenSampling:
         return {"temperature": self.slot_values().temperature}
 
     def truncated(self) -> dict[str, Any]:
-        """Return the sampling arguments with all truncation; each combination would need its own kernels."""
+        """Return the sampling arguments with all three limits, because each combination would need its own kernels."""
         values = self.slot_values()
         return {name: getattr(values, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
@@ -317,10 +317,7 @@ def why_not_by_kernels(verifier: RejectionSampler, call: dict[str, Any]) -> str 
 def few_with_processors(step: StepInputs, needs: np.ndarray, starts: np.ndarray | None) -> Requests | None:
     """Return the requests of a step that need vLLM's copy of logits; None if many, or if the host does not know all rows.
 
-    Args:
-        step: the step.
-        needs: [batch] of its requests, in bits.
-        starts: [batch + 1] the first row of each request; None: the host does not know.
+    `needs` are the needs of each request in bits, [batch]; `starts` is as `host_starts` of `DraftVerification`.
     """
     if starts is None or len(starts) != len(needs) + 1 or starts[-1] != len(step.logits):
         return None

@@ -40,9 +40,7 @@ class StepInputs(NamedTuple):
     """The arguments of vLLM's `_verify`; also the context that its logits processors take."""
 
     logits: Tensor  # [num_rows, vocab] in the model's dtype; grammar masks are applied, or kept by the sampler
-    draft_logits: (
-        Tensor | None
-    )  # [num_slots, num_draft_tokens, vocab] as the draft model wrote them; None: point masses
+    draft_logits: Tensor | None  # [num_slots, num_draft_tokens, vocab], by the draft model; None: point masses
     draft_sampled: Tensor  # [num_rows] the token fed at each row: a request's last, then its drafts
     pos: Tensor  # [num_rows] the positions of these tokens
     cu_num_logits: Tensor  # [batch + 1] the first row of each request; only the device may know the values

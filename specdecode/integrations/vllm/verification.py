@@ -158,7 +158,7 @@ class DraftVerification(ListedRows):
         reason = self.why_not(step.kind, needs, self.can_list)
         if reason is None:
             sampling = self.sampler.sampling_of(needs, step) | listing
-        elif is_strict:  # it promises that the noise is the same in every step
+        elif is_strict:  # not left to vLLM: the noise must be the same in every step
             step, sampling = self.processed(reason, step), self.sampler.of_processed()
             few, listing = None, {}
         else:
@@ -224,7 +224,7 @@ class DraftVerification(ListedRows):
         Args:
             kind: of the step.
             needs: of its requests, in bits.
-            lists: whether calls may list what vLLM returns of rows.
+            lists: whether calls can list the row data that vLLM returns.
         """
         if reason := self.other_rule() or self.sampler.why_processed(needs, lists):
             return reason

@@ -38,8 +38,8 @@ def sum_rounded_down(masses):
 def log_least_kept(block_max, row_max, sumexp, temperature, limits, sizes):
     """Return the logarithm of a lower bound of a row's kept mass.
 
-    The k likeliest tokens weigh at least as much as the largest tokens of k blocks. Top-p keeps its share of this mass,
-    or of the whole row.
+    The k likeliest tokens weigh at least as much as the largest tokens of any k blocks. Top-p keeps at least its share of
+    this mass, or of the whole row.
     """
     top_k, top_p, min_p = limits
     least = 1.0
@@ -66,7 +66,7 @@ def is_surely_kept(log_share, log_sum, limits, sizes):
 
 @triton.jit
 def may_be_kept(log_share, block_max, p, temperature, limits):
-    """Return whether a token may be kept: no, if the largest tokens of other blocks already exclude it."""
+    """Return whether a token may be kept; not if the largest tokens of the blocks alone exclude it."""
     top_k, top_p, min_p = limits
     shares = weights_of_maxima(block_max, p.row_max, temperature) / p.sumexp
     share = tl.exp(log_share)
@@ -78,10 +78,10 @@ def may_be_kept(log_share, block_max, p, temperature, limits):
 
 @triton.jit
 def may_accept(context, noise, inputs, workspace, sizes):
-    """Return whether a row's draft may be accepted after truncation, as `probabilistic.decide` does before it.
+    """Return whether a row's draft may be accepted after truncation, in the form of `probabilistic.decide`.
 
-    If it surely is, this is published: its rows need not be truncated. The kept masses of both rows are bounded, and so
-    is p'(x) / q'(x).
+    The kept masses of both rows are bounded, and so is p'(x) / q'(x). A draft that is surely accepted is published, so that
+    its rows are not truncated.
     """
     terms = acceptance_terms(context, inputs, workspace, sizes)
     accepted, is_sure = context.token >= 0, context.token >= 0
@@ -109,7 +109,7 @@ def may_accept(context, noise, inputs, workspace, sizes):
                     block_max, _ = load_draft_statistics(context, True, workspace, sizes)
                     draft_max, draft_sumexp = terms.draft_normalizer.row_max, tl.exp(terms.draft_normalizer.log_sum)
                     log_draft_kept = log_least_kept(block_max, draft_max, draft_sumexp, temperature, limits, sizes)
-            else:  # a given logsumexp has the kept mass, but not the kept tokens
+            else:  # a given logsumexp tells the kept mass, not the kept tokens
                 is_sure = tl.full([], False, tl.int1)
         is_sure &= log_ratio + log_draft_kept >= ERROR
     if is_sure & (terms.p.row_max > -INFINITY):  # an empty row must still be marked in the output

@@ -1,8 +1,8 @@
 """Truncation in Triton: the last token that top-k, top-p and min-p keep of a row, and the statistics of the kept tokens.
 
-The kept tokens are the first in the order (logit descending, id ascending), up to the *cutoff*: of equal logits the lower
-ids. A program has one row. It searches for the cutoff among few candidates (`narrow`), in up to `ATTEMPTS` attempts, and
-then in the whole row (`wide`).
+The kept tokens are the first in the order (logit descending, id ascending), through the *cutoff*, the last kept token. A
+program has one row. It searches for the cutoff among few candidates (`narrow`), in up to `ATTEMPTS` attempts, and then in
+the whole row (`wide`).
 
 The program stores the cutoff, and replaces the statistics of each block by statistics of its kept tokens. So later
 launches compute with the truncated distribution: where logits are read again, `rows` returns -inf beyond the cutoff.
@@ -11,14 +11,14 @@ launches compute with the truncated distribution: where logits are read again, `
 import triton
 import triton.language as tl
 
-from specdecode.kernels.adjustments import rarely
+from specdecode.kernels.adjustments import call_out_of_line
 from specdecode.kernels.distribution import combine_recomputed, recompute_nonfinite
 from specdecode.kernels.first_rejected import is_surely_accepted, load_first_rejected
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.request import (
     count_drafts,
-    given_token,
     load_draft_limits,
+    load_given_cutoff,
     load_limits,
     load_temperature,
     locate,
@@ -39,14 +39,14 @@ from specdecode.kernels.truncation.narrow import (
     FEW,
     LIKELY,
     cut_candidates,
-    level_with,
+    level_reaching,
     likely_blocks,
     list_at,
     list_tokens,
     load_maxima,
     shares_of,
     store_kept_candidates,
-    token_in_order,
+    token_of_order,
 )
 from specdecode.kernels.truncation.wide import store_kept, wide_cutoff
 from specdecode.kernels.values import INFINITY, Summary
@@ -55,8 +55,8 @@ ATTEMPTS = tl.constexpr(2)
 """The most attempts to find the cutoff of top-p among few tokens."""
 
 CAUTION = tl.constexpr(0.6)
-"""The part of top-p's excluded mass that an attempt excludes: less than 1, because group maxima weigh less than all
-tokens."""
+"""An attempt excludes this part of the mass that top-p excludes. It is less than 1, because the maxima of groups weigh less
+than all their tokens."""
 
 
 @triton.jit
@@ -67,16 +67,15 @@ def floor_of(row_max, temperature, limits):
 
 
 @triton.jit
-def level_of(maxima, lowest, seen, share, summary, sizes):
-    """Return a logit level that all kept tokens reach; with top-p alone only probably.
+def next_level(maxima, lowest, seen, share, summary, sizes):
+    """Return a logit level that all kept tokens reach, and with top-p alone the share of the group maxima that reach it.
 
-    With top-p alone, also return the share of the group maxima that reach it. In the last attempt the maxima had the
-    share `seen`, the candidates `share`. Tokens and maxima are assumed to cover the same fraction of their remaining
-    shares.
+    With top-p alone the level is probably low enough, not surely. At the level of the last attempt the maxima had the share
+    `seen`, and the candidates `share`. A lower level is assumed to add the same fraction of the remaining share to both.
     """
     top_k, top_p, min_p = summary.limits
     amounts, goal, slack = tl.full([maxima.shape[0]], 1, tl.int32), top_k, top_k // 16
-    # The number of groups is not needed. Without top-k no level has enough groups, so the lowest level is returned.
+    # With top-k the number of groups is not needed. With min-p alone no level has enough: the lowest is returned.
     total = tl.where(top_k < sizes.vocab_size, ANY_NUMBER, 0)
     if (top_k == sizes.vocab_size) & (min_p == 0):
         amounts = tl.where(maxima < INFINITY, shares_of(maxima, summary.p, summary.temperature), 0)
@@ -91,7 +90,7 @@ def level_of(maxima, lowest, seen, share, summary, sizes):
         goal = tl.maximum(tl.where(seen == 0, tl.minimum(aim, top_p * ALL), aim).to(tl.int32), 1)
         slack = (left_out / 16).to(tl.int32)
     row_max, temperature = summary.p.row_max, summary.temperature
-    return level_with(
+    return level_reaching(
         tl.minimum(maxima, row_max), amounts, goal, slack, total, ANY_NUMBER, lowest, row_max, temperature
     )
 
@@ -113,7 +112,7 @@ def cut(row, every_maximum, maxima_ptr, summary, statistics_ptr, list_ptr, sizes
     is_hopeless = (has_k & (top_k > CANDIDATES)) | (lowest == INFINITY)
     attempt = tl.where(is_hopeless, ATTEMPTS, 0)
     while attempt < ATTEMPTS:
-        level, seen = level_of(maxima, lowest, seen, share, summary, sizes)
+        level, seen = next_level(maxima, lowest, seen, share, summary, sizes)
         found = list_tokens(level, groups, maxima, most, row, list_ptr, sizes)
         is_complete = (level <= summary.floor) | (found >= top_k)
         if found <= most:
@@ -123,12 +122,12 @@ def cut(row, every_maximum, maxima_ptr, summary, statistics_ptr, list_ptr, sizes
                 last, share = cut_candidates(list_ptr, found, is_complete, summary, CANDIDATES)
             resolved = is_complete | ((has_k == 0) & (share.to(tl.float32) >= top_p * ALL))
         attempt = tl.where(resolved | has_k | (level <= lowest) | (found > most), ATTEMPTS, attempt + 1)
-    logit, token = token_in_order(last)
+    logit, token = token_of_order(last)
     if resolved:
         store_kept_candidates(statistics_ptr, last, list_ptr, found, summary, sizes)
     else:
         rest = p.row_max, p.sumexp, temperature, limits, statistics_ptr, list_ptr
-        logit, token = rarely(cut_wide, row, rest, sizes)
+        logit, token = call_out_of_line(cut_wide, row, rest, sizes)
     return logit, token
 
 
@@ -141,7 +140,7 @@ def cut_wide(row, row_max, total, temperature, limits, statistics_ptr, list_ptr,
 
 @triton.jit
 def locate_row(index, inputs, sizes):
-    """Return the request and offset of a program's row, and whether it is a draft row; draft rows follow the target rows."""
+    """Return the request and offset of a row, and whether it is a draft row, given its index: target rows come first."""
     num_rows = sizes.num_draft_tokens + 1
     request, offset = index // num_rows, (index % num_rows).to(tl.int32)
     of_draft = False
@@ -173,22 +172,13 @@ def truncate_row(row, index, temperature, limits, workspace, sizes):
 
 @triton.jit
 def limits_at(request, offset, of_draft, inputs, sizes):
-    """Return the row's truncation, and whether the row has been read; first rejections are not final yet."""
+    """Return the limits of a row, and whether it was read, provided that no earlier row was rejected."""
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     limits, is_read = load_limits(inputs.limits, request, sizes), offset <= num_drafts
     if inputs.draft.ptr is not None:
         if of_draft:
             limits, is_read = load_draft_limits(inputs, request, sizes), offset < num_drafts
     return limits, is_read
-
-
-@triton.jit
-def row_to_cut(index, inputs, sizes):
-    """Return the request and offset of a row, whether it is a draft row, temperature, limits, and whether it was read."""
-    request, offset, of_draft = locate_row(index, inputs, sizes)
-    temperature = load_temperature(inputs.requests, request)
-    limits, is_read = limits_at(request, offset, of_draft, inputs, sizes)
-    return request, offset, of_draft, temperature, limits, is_read
 
 
 @triton.jit
@@ -203,26 +193,14 @@ def is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, P
 
 
 @triton.jit
-def keep_cutoff(workspace, index, logit, token):
-    """Store the cutoff of a row, given the row's index."""
-    tl.store(workspace.cutoffs_ptr + index * 2, logit)
-    tl.store(workspace.cutoffs_ptr + index * 2 + 1, token.to(tl.float32, bitcast=True))
-
-
-@triton.jit
-def row_of_program(OF_DRAFTS: tl.constexpr, sizes):
-    """Return the index of a program's row, among all rows, or among draft rows if they have a separate launch."""
-    index = tl.program_id(0).to(tl.int64)
-    if OF_DRAFTS:
-        index += sizes.batch * (sizes.num_draft_tokens + 1).to(tl.int64)
-    return index
-
-
-@triton.jit
 def truncate_kernel(inputs, workspace, sizes, config):
     """Truncate one row, if it was read and its limits are not neutral."""
-    index = row_of_program(config.OF_DRAFTS, sizes)
-    request, offset, of_draft, temperature, limits, is_read = row_to_cut(index, inputs, sizes)
+    index = tl.program_id(0).to(tl.int64)
+    if config.OF_DRAFTS:  # draft rows have a separate launch
+        index += sizes.batch * (sizes.num_draft_tokens + 1).to(tl.int64)
+    request, offset, of_draft = locate_row(index, inputs, sizes)
+    temperature = load_temperature(inputs.requests, request)
+    limits, is_read = limits_at(request, offset, of_draft, inputs, sizes)
     row = whole_target_row_at(request, offset, inputs, sizes)
     await_launch(config.OVERLAPS)
     admit_next_launch(config.OVERLAPS)
@@ -231,7 +209,7 @@ def truncate_kernel(inputs, workspace, sizes, config):
     if inputs.drafts.cutoff_ptr is not None:
         if of_draft & is_truncated:
             draft_row = whole_draft_row_at(request, offset, inputs, sizes)
-            given, is_known = given_token(request, offset, draft_row.vocab_size, inputs)
+            given, is_known = load_given_cutoff(request, offset, draft_row.vocab_size, inputs)
             is_truncated = is_known == 0
             if given >= 0:
                 logit, token = load_logit(draft_row, given, True), given
@@ -240,11 +218,12 @@ def truncate_kernel(inputs, workspace, sizes, config):
             draft_row = whole_draft_row_at(request, offset, inputs, sizes)
             logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes)
         else:
-            if inputs.draft.ptr is not None:  # rows with the same layout share one copy of the code, which is faster
+            if inputs.draft.ptr is not None:  # rows of both models have the same layout: one copy of the code is faster
                 draft_row = whole_draft_row_at(request, offset, inputs, sizes)
                 vocab_size = request.vocab_size
                 if inputs.draft_vocabulary.ids_ptr is not None:
                     vocab_size = tl.where(of_draft, draft_row.vocab_size, vocab_size)
                 row = whole_row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, vocab_size)
             logit, token = truncate_row(row, index, temperature, limits, workspace, sizes)
-    keep_cutoff(workspace, index, logit, token)
+    tl.store(workspace.cutoffs_ptr + index * 2, logit)
+    tl.store(workspace.cutoffs_ptr + index * 2 + 1, token.to(tl.float32, bitcast=True))

@@ -1,7 +1,7 @@
 """Truncation among few tokens in Triton: the *candidates*, tokens of a row that are likely enough to be kept.
 
-1. A *level* is chosen from the maxima of groups of 64 tokens of `LIKELY` blocks, which the launch that reads has stored:
-   the k-th largest, for example. A group has a token at or above the level exactly if its maximum reaches the level.
+1. A *level* is chosen from the maxima of groups of 64 tokens in the `LIKELY` likeliest blocks: the k-th largest maximum,
+   for example. The launch that reads has stored the maxima. A group reaches the level if its maximum does.
 2. The groups that reach the level are read, and their tokens that reach it are listed.
 3. All pairs of candidates are compared. This gives the number and the mass of the tokens before each candidate, and the
    cutoff follows from the definition.
@@ -27,8 +27,8 @@ from specdecode.kernels.statistics import WARP
 from specdecode.kernels.values import INFINITY
 
 CANDIDATES, FEW = tl.constexpr(512), tl.constexpr(256)
-"""The most candidates and groups listed of a row; and the most with top-p alone, beyond which a search of the whole row
-is faster."""
+"""The most candidates, and groups, that are listed of a row; and the most with top-p alone: for more, a search of the whole
+row is faster."""
 
 LIKELY = tl.constexpr(64)
 """The most blocks whose groups are searched: the blocks with the largest maxima."""
@@ -36,7 +36,8 @@ LIKELY = tl.constexpr(64)
 LANES_OF_GROUP = tl.constexpr(2)
 """The number of threads of a warp whose tokens of a block form a group."""
 
-GROUPS, GROUP = tl.constexpr(WARP.value // 2), tl.constexpr(BLOCK_SIZE.value * 2 // WARP.value)
+GROUPS = tl.constexpr(WARP.value // LANES_OF_GROUP.value)
+GROUP = tl.constexpr(BLOCK_SIZE.value // GROUPS.value)
 """The number of groups of a block, and of tokens of a group."""
 
 AT_ONCE = tl.constexpr(32)
@@ -46,7 +47,7 @@ WAYS = tl.constexpr(8)
 """Thresholds that one iteration of a search tries at once."""
 
 DEPTHS, DEEPEST = tl.constexpr(512), tl.constexpr(64)
-"""Levels are distinct down to this many temperatures (of at least 0.5) below the row's maximum, and equal below that."""
+"""The number of distinct levels, and the depth of the lowest below the row's maximum, in units of max(T, 0.5)."""
 
 ALL = tl.constexpr(2.0**30)
 """The sum of a row as an integer."""
@@ -85,7 +86,7 @@ def order_of(keys, token_ids):
 
 
 @triton.jit
-def token_in_order(order):
+def token_of_order(order):
     """Return the logit and the id of a token, given its `order_of`."""
     return logit_of((order >> 32).to(tl.int32)), (order & LAST_TOKEN).to(tl.int32) ^ LAST_TOKEN
 
@@ -99,7 +100,7 @@ def shares_of(logits, p, temperature):
 
 @triton.jit
 def find_threshold(values, amounts, goal, slack, low, high, from_low):
-    """Return the largest x in [low, high] at which the amounts of values >= x add up to a goal, or `low`; and this sum.
+    """Return the largest x in [low, high] at which the amounts of values >= x reach a goal, or `low`; and their sum there.
 
     A smaller x may be returned if its sum exceeds the goal by at most `slack`. The sum at `low` is `from_low`. All are
     int32, the values at most `high`, and the goal is positive.
@@ -118,11 +119,11 @@ def find_threshold(values, amounts, goal, slack, low, high, from_low):
 
 
 @triton.jit
-def level_with(maxima, amounts, goal, slack, total, most, lowest, row_max, temperature):
-    """Return the highest level at which the amounts at or above it, of a `total`, reach a goal; and their sum.
+def level_reaching(maxima, amounts, goal, slack, total, most, lowest, row_max, temperature):
+    """Return the highest level at which the amounts of the maxima at or above it reach a goal, and their sum.
 
-    If the sum is more than `most`, return the next level, whose sum is below the goal. The level is not below `lowest`,
-    whose sum may be below the goal too. See `find_threshold`.
+    All amounts add up to `total`. If the sum exceeds `most`, return the next higher level, whose sum is below the goal. No
+    level is below `lowest`, even if its sum is below the goal. See `find_threshold`.
     """
     scale = DEPTHS / (DEEPEST * tl.maximum(temperature, 0.5))
     depths = -tl.minimum((row_max - maxima) * scale, DEPTHS).to(tl.int32)
@@ -130,7 +131,7 @@ def level_with(maxima, amounts, goal, slack, total, most, lowest, row_max, tempe
     deepest, seen = find_threshold(depths, amounts, goal, slack, -DEPTHS, 0, total)
     deepest += (seen > most).to(tl.int32)
     depth = (1 - deepest) / scale
-    margin = depth * 1e-4 + tl.abs(row_max) * 1e-6  # for rounding: rather exceed the goal, but not `most`
+    margin = depth * 1e-4 + tl.abs(row_max) * 1e-6  # rounding may exceed the goal, but not `most`
     level = row_max - depth - tl.where(most < ANY_NUMBER, -margin, margin)
     return tl.where(deepest > -DEPTHS, tl.maximum(level, lowest), lowest), seen
 
@@ -145,7 +146,7 @@ def likely_blocks(summary, list_ptr, sizes):
         blocks_ptr = second_list_at(list_ptr)
         ones = tl.full([sizes.MAX_BLOCKS], 1, tl.int32)
         total, goal, slack = tl.sum((block_max >= floor).to(tl.int32), 0), LIKELY * 7 // 8, LIKELY // 8
-        level, _ = level_with(block_max, ones, goal, slack, total, LIKELY, floor, p.row_max, summary.temperature)
+        level, _ = level_reaching(block_max, ones, goal, slack, total, LIKELY, floor, p.row_max, summary.temperature)
         reaches = tl.reshape(block_max >= level, [sizes.MAX_BLOCKS // WARP, WARP])
         entries, number = compacted(reaches)
         blocks = tl.reshape(tl.arange(0, sizes.MAX_BLOCKS), reaches.shape)
@@ -158,9 +159,9 @@ def likely_blocks(summary, list_ptr, sizes):
 
 @triton.jit
 def compacted(is_listed):
-    """Return the position of each listed element of a [rows, columns] tensor in the list, and the number of listed elements.
+    """Return the position in the list of each listed element of a [rows, columns] tensor, and the length of the list.
 
-    Rows are counted first: two short scans are faster than one of all entries.
+    Rows are counted first: two short scans are faster than one scan of all elements.
     """
     is_listed = is_listed.to(tl.int32)
     in_row = tl.sum(is_listed, 1)
@@ -170,9 +171,9 @@ def compacted(is_listed):
 
 @triton.jit
 def load_maxima(pointer, statistics_ptr, blocks, row):
-    """Return the groups of some blocks of a row, and their maxima, -inf beyond the last block.
+    """Return the groups of some blocks of a row, and their maxima: -inf beyond the last block, INFINITY in blocks with NaN.
 
-    In a block with NaN, whose sum is NaN, group maxima may be wrong, so INFINITY is returned.
+    In a block with NaN, whose sum is NaN, the stored maxima may be wrong.
     """
     NUMBER: tl.constexpr = blocks.shape[0] * GROUPS
     groups = tl.reshape(blocks[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :], [NUMBER])
@@ -193,7 +194,10 @@ def tokens_of_groups(groups, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def list_tokens(level, groups, maxima, most, row, list_ptr, sizes):
-    """List the tokens of a row that reach a level, given groups and their maxima; return their number, if at most `most`."""
+    """List the tokens of a row that reach a level, given groups and their maxima; return their number.
+
+    If the number, or the number of groups, is more than `most`, the list is not complete.
+    """
     BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
     groups_ptr = second_list_at(list_ptr)
     reaches = tl.reshape(maxima >= level, [groups.shape[0] // WARP, WARP])
@@ -222,16 +226,16 @@ def load_candidates(list_ptr, found, MOST: tl.constexpr):
     """Return the `order_of` candidates, and their logits, -inf after the last candidate."""
     listed = tl.arange(0, MOST)
     order = tl.load(list_ptr + listed, mask=listed < found, other=-NO_ORDER)
-    logits, _ = token_in_order(order)
+    logits, _ = token_of_order(order)
     return order, tl.where(listed < found, logits, -INFINITY)
 
 
 @triton.jit
 def cut_candidates(list_ptr, found, is_complete, summary, MOST: tl.constexpr):
-    """Return the `order_of` the last candidate that is kept; and the share of all candidates up to the k-th.
+    """Return the `order_of` the last kept candidate, and the share of the candidates that top-k and min-p keep.
 
-    Top-p applies to the whole row, or to that share if the candidates have all tokens that top-k and min-p keep
-    (`is_complete`).
+    Top-p applies to that share if the candidates have all tokens that top-k and min-p keep (`is_complete`), otherwise to
+    the whole row.
     """
     top_k, top_p, min_p = summary.limits
     p, temperature = summary.p, summary.temperature
@@ -239,7 +243,7 @@ def cut_candidates(list_ptr, found, is_complete, summary, MOST: tl.constexpr):
     num_before, share_before = tl.zeros_like(order).to(tl.int32), tl.zeros_like(order).to(tl.int32)
     for other in range(0, found):
         other_order = tl.load(list_ptr + other)
-        other_logit, _ = token_in_order(other_order)
+        other_logit, _ = token_of_order(other_order)
         is_before = other_order > order
         num_before += is_before.to(tl.int32)
         share_before += tl.where(is_before, shares_of(other_logit, p, temperature), 0)
@@ -259,7 +263,7 @@ def store_kept_candidates(statistics_ptr, last, list_ptr, found, summary, sizes)
     tl.store(sums_ptr + every_block, tl.zeros([sizes.MAX_BLOCKS], tl.int64), mask=inside)
     tl.debug_barrier()  # other threads change the stored statistics next
     order, logits = load_candidates(list_ptr, found, CANDIDATES)
-    _, token_ids = token_in_order(order)
+    _, token_ids = token_of_order(order)
     is_kept, blocks = (logits > -INFINITY) & (order >= last), token_ids // BLOCK_SIZE
     block_max = tl.load(statistics_ptr + blocks * 2, mask=is_kept, other=0.0)
     weights = tl.exp2((logits - block_max) * base_2_scale(summary.temperature))

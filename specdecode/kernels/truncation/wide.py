@@ -1,9 +1,9 @@
 """The cutoff of a wide row in Triton: a row that keeps too many tokens to compare all candidates in pairs.
 
 The cutoff's logit is the largest logit with enough tokens at or above it: k tokens, or a mass of top_p. The search keeps
-a lower logit with enough and an upper logit with too few; each pass over the row tries three logits between them: first
-an estimate from a few blocks, then points around the linear interpolation of the two amounts, and the middle. Logits are
-compared as *ordinals*, integers in the same order, of 16, 19 or 32 bits by the row's dtype.
+a lower logit with enough tokens and an upper logit with too few. Each pass over the row tries three logits between them:
+first an estimate from a sample of the row, then points around the interpolation of the two amounts, or the middle. Logits
+are compared as *ordinals*, integers in the same order, of 16, 19 or 32 bits by the row's dtype.
 
 Of the tokens with exactly the cutoff's logit, the lowest ids are kept, as many as needed. A last pass finds them, and
 stores the statistics of the kept tokens.
@@ -26,8 +26,8 @@ from specdecode.kernels.rows import (
     scaled,
     tokens_of,
 )
-from specdecode.kernels.statistics import load_statistics, store_both, store_statistics, sum_blocks, sum_in_order
-from specdecode.kernels.truncation.narrow import NO_ORDER, order_of, second_list_at, token_in_order
+from specdecode.kernels.statistics import load_statistics, store_pairs, store_statistics, sum_blocks, sum_in_order
+from specdecode.kernels.truncation.narrow import NO_ORDER, order_of, second_list_at, token_of_order
 from specdecode.kernels.values import INFINITY, WeighedRow, ordinal_shift
 
 LOWEST_KEY = tl.constexpr(-0x7F800000)
@@ -37,13 +37,13 @@ BLOCKS = tl.constexpr(8)
 """Blocks that are read at once; one for each warp was fastest."""
 
 SAMPLE = tl.constexpr(2048)
-"""Tokens for the first estimate: some of each block, because likely tokens may be in few blocks."""
+"""Tokens of the sample for the first estimate: some of each block, because likely tokens may be in few blocks."""
 
 DOUBT = tl.constexpr(0.1)
 """The relative error of the estimate in most rows."""
 
 HALVINGS = tl.constexpr(5)
-"""Weights at which the estimate is bracketed."""
+"""Halvings of the interval of logits that bracket the estimate."""
 
 ROUNDING = tl.constexpr(1e-5)
 """An upper bound of a sum's relative error."""
@@ -54,7 +54,7 @@ EVERY_TIE = tl.constexpr(2.0**31)
 @triton.jit
 def logit_at(ordinal, SHIFT: tl.constexpr):
     """Return the logit with an ordinal: a key, shifted."""
-    ones = tl.where(ordinal < 0, (1 << SHIFT) - 1, 0)  # a negative logit's lowest bits are zeros, its key's are ones
+    ones = tl.where(ordinal < 0, (1 << SHIFT) - 1, 0)  # the dropped bits of a negative logit's key were ones
     return logit_of(((ordinal << SHIFT) | ones).to(tl.int32))
 
 
@@ -77,9 +77,7 @@ def amounts_from(thresholds, row, row_max, scale, sizes):
     Each lane of `BLOCKS` blocks is summed separately, so the order of additions is the same for any number of warps.
     """
     first, second, third = thresholds
-    BLOCK_N: tl.constexpr = (
-        WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
-    )  # of a block, in one load of a warp
+    BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
     from_first = tl.zeros([BLOCKS, BLOCK_N], tl.float32)
     from_second, from_third = from_first, from_first
     raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, BLOCK_N)
@@ -105,7 +103,7 @@ def sum_lanes(weights):
 
 @triton.jit
 def suggest(weighed, by_count, goal, least, sizes):
-    """Return two logits that probably bracket the logit with the amount `goal`, estimated from a few blocks of the row.
+    """Return two logits that probably bracket the logit with the amount `goal`, estimated from a sample of the row.
 
     Tokens with weights below `least` have together less mass than top-p excludes.
     """
@@ -115,7 +113,7 @@ def suggest(weighed, by_count, goal, least, sizes):
     logits = tl.reshape(logits, [SAMPLE])
     each = tl.where(logits > -INFINITY, amounts(logits, row_max, tl.where(by_count, 0.0, scale)), 0.0)
     share = BLOCK_N / BLOCK_SIZE
-    # The excluded mass spreads over many tokens, so a few blocks estimate it well; the kept mass may lie in few tokens.
+    # The excluded mass spreads over many tokens, so a sample estimates it well; the kept mass may lie in few tokens.
     amount, error = tl.sum(each, 0) - (total - goal) * share, DOUBT * (total - goal) * share
     amount, error = tl.where(by_count, goal * share, amount), tl.where(by_count, 3 * tl.sqrt(goal * share) + 1, error)
     lowest = tl.min(tl.where(logits > -INFINITY, logits, row_max), 0)
@@ -176,7 +174,7 @@ def within(ordinals, low, high):
 
 @triton.jit
 def find_cutoff_ordinal(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.constexpr):
-    """Return (the largest ordinal with an amount >= `goal` at or above it, or `low`; this amount; the amount above it).
+    """Return the largest ordinal with an amount >= `goal` at or above it, or `low`; this amount; and the amount above it.
 
     The mass at or above `low` is `mass`.
     """
@@ -185,16 +183,17 @@ def find_cutoff_ordinal(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.con
     least = tl.maximum(mass - goal, mass * ROUNDING) / sizes.vocab_size
     logit_more, logit_less = suggest(weighed, by_count, goal, least, sizes)
     more, less = ordinal_of(logit_more, SHIFT), ordinal_of(logit_less, SHIFT) + 1
-    is_enough = (by_count == 0) & (mass - goal > mass * ROUNDING)  # at the lowest ordinal; if unknown, that is tried
+    # Whether `low` is known to have enough; otherwise it is tried first.
+    is_enough = (by_count == 0) & (mass - goal > mass * ROUNDING)
     first = tl.where(is_enough, ordinal_of(logit_more / 2 + logit_less / 2, SHIFT), low)
     ordinals = within((first, more, less), low, high)
     bracket = low, high, tl.where(is_enough, mass, 0.0), 0.0
-    added, width = tl.where(by_count, 0.0, scale), tl.full([], 2**40, tl.int64)
+    amount_scale, width = tl.where(by_count, 0.0, scale), tl.full([], 2**40, tl.int64)
     searching = tl.full([], True, tl.int1)
     while searching:
         first, second, third = ordinals
         logits = logit_at(first, SHIFT), logit_at(second, SHIFT), logit_at(third, SHIFT)
-        from_first, from_second, from_third = amounts_from(logits, row, row_max, added, sizes)
+        from_first, from_second, from_third = amounts_from(logits, row, row_max, amount_scale, sizes)
         bracket = narrow(bracket, first, from_first, goal)
         bracket = narrow(bracket, second, from_second, goal)
         bracket = narrow(bracket, third, from_third, goal)
@@ -241,7 +240,7 @@ def last_token(lowest, row, sizes):
         logits = load_logits(row, token_ids, True)
         last = tl.minimum(last, tl.where(logits >= lowest, order_of(key_of(logits), token_ids), NO_ORDER))
     last = tl.min(tl.min(last, 1), 0)
-    return token_in_order(last)
+    return token_of_order(last)
 
 
 @triton.jit
@@ -293,7 +292,7 @@ def store_kept(statistics_ptr, list_ptr, logit, ties, row, temperature, sizes):
         raw = following
         store_statistics(statistics_ptr, None, parts, block, temperature, sizes, BLOCKS, True)
         num_ties = tl.sum(is_tie, 1)
-        store_both(ties_ptr, num_ties, num_ties, block, sizes, BLOCKS)
+        store_pairs(ties_ptr, num_ties, num_ties, block, sizes, BLOCKS)
     tl.debug_barrier()  # the ties are read by other threads than those that wrote them
     _, num_ties = load_statistics(ties_ptr, True, sizes)
     most = tl.minimum(ties, tl.sum(num_ties, 0))
