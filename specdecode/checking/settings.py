@@ -2,6 +2,7 @@
 
 import sys
 import time
+import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,23 +46,19 @@ class Settings(NamedTuple):
         return first | sizes | ({} if self.allow is None else {"allow": self.allow})
 
     def models(self, case: Case) -> Models:
-        """Return a case's models; they are the same in every run of one size, so that its power is, too."""
+        """Return the case's models, the same in every run of one size: the mistakes that it sees are known for these."""
+        seed = int.from_bytes(case.name[:8].encode(), "little")
         drafts = self.num_draft_tokens if case.num_draft_tokens is None else case.num_draft_tokens
         states = max(1, min(case.max_states, MOST_LOGITS // self.vocab_size))
-        return make_models(drafts, self.vocab_size, states, case.shape, case.temperature, number(case.name))
+        return make_models(drafts, self.vocab_size, states, case.shape, case.temperature, seed)
 
     def random(self, name: str, purpose: int = 0) -> np.random.Generator:
-        """Return a generator of a question's own, so that it gives the same alone."""
-        return np.random.default_rng([self.seed, number(name), purpose])
+        """Return the question's random generator: it depends on the whole name, and on no other question."""
+        return np.random.default_rng([self.seed, zlib.crc32(name.encode()), purpose])
 
     def size(self, share: float) -> int:
         """Return the number of requests in a share of all, at least 1."""
         return max(1, round(share * self.requests))
-
-
-def number(name: str) -> int:
-    """Return a number for a name."""
-    return int.from_bytes(name.encode(), "little") % 2**63
 
 
 class Answers:
