@@ -115,6 +115,8 @@ def own_gumbel_noise(step: Step, weights: Floats, accepted: Ids) -> Ids:
 
 def over_rows(logits: Logits, temperature: float) -> Floats:
     """Apply the softmax along the wrong axis: over the rows of a step."""
+    if logits.shape[-2] == 0:
+        return logits.astype(np.float64)  # no row: a maximum over none would raise
     with np.errstate(invalid="ignore"):
         probs = softmax(np.swapaxes(logits, -1, -2), temperature)
     return np.nan_to_num(np.swapaxes(probs, -1, -2))
