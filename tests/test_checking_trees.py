@@ -7,10 +7,11 @@ import pytest
 
 from specdecode.checking import check, trees
 from specdecode.checking.cases import tree_cases
-from specdecode.checking.mistakes.trees import REJECTION, TARGET_ONLY, TREE, Walk
+from specdecode.checking.mistakes.trees import REJECTION, TARGET_ONLY, TREE
 from specdecode.checking.models import How
 from specdecode.checking.settings import Settings
 from specdecode.checking.subjects import load
+from tests.support.planted import Walk
 from tests.support.readers import softmax
 
 RIGHT = {"rejection": REJECTION, "target-only": TARGET_ONLY, "walk": Walk()}
@@ -70,8 +71,8 @@ def test_our_own_verifier_of_trees_passes():
     ("change", "name"),
     [
         ({}, None),
-        ({"bonus_row": lambda node, parents: max(0, parents[node])}, "tree_bonus_from_the_parents_row"),
-        ({"bonus_row": lambda node, parents: len(parents) - 1}, "tree_bonus_from_the_last_node"),
+        ({"bonus_row": lambda node, parents: max(0, parents[node])}, "tree_bonus_from_another_row"),
+        ({"bonus_row": lambda node, parents: len(parents) - 1}, "tree_bonus_from_another_row"),
         ({"count_twice": True}, "tree_equal_siblings_counted_twice"),
     ],
     ids=["right", "parent", "last node", "twice"],

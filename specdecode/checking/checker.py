@@ -22,7 +22,7 @@ from specdecode.checking.report import Check, Report
 from specdecode.checking.settings import Answers, Progress, Settings
 from specdecode.checking.statistics import homogeneity
 from specdecode.checking.subject import Ids, OutputError, Subject
-from specdecode.checking.suspects import by_distribution, by_greedy, by_signature
+from specdecode.checking.suspects import by_distribution, by_failed_checks, by_greedy
 
 FALSE_ALARM = 1e-6
 """Of a whole run, whatever the number of its tests."""
@@ -138,7 +138,7 @@ def suspects_of(subject: Subject, settings: Settings, answers: Answers, checks: 
     names = {each.name for each in failed}
     if names == {cases.GREEDY}:
         return shown if answers.greedy is None else by_greedy(subject, *answers.greedy)
-    known = by_signature({each.name for each in checks}, names, subject.tree)
+    known = by_failed_checks({each.name for each in checks}, names, subject.tree)
     differ = any(each.p_value is not None for each in failed)
     if known or names & set(cases.INDEPENDENCE) or not differ:
         return [*known, *shown]  # where requests are not independent, their distribution tells nothing

@@ -36,8 +36,8 @@ MOST = 4
 """Named at most."""
 
 
-def by_signature(asked: set[str], failed: set[str], of_trees: bool) -> list[str]:
-    """Return the ids of the mistakes whose signature is the set of failed checks, mistakes in trees first.
+def by_failed_checks(asked: set[str], failed: set[str], of_trees: bool) -> list[str]:
+    """Return the ids of the mistakes that fail exactly these checks, mistakes in trees first.
 
     If requests are not independent, most other checks fail, too: only the checks of independence are informative.
     """
@@ -47,9 +47,9 @@ def by_signature(asked: set[str], failed: set[str], of_trees: bool) -> list[str]
         asked = failed = {IN_A_CALL}  # the others take for granted what failed
     if STEPS in failed:
         asked, failed = asked - {LAST}, failed - {LAST}  # numbers that all come again show there, too
-    found = [name for name, mistake in MISTAKES.items() if mistake.signature and mistake.signature & asked == failed]
-    found = [name for name in found if of_trees or not MISTAKES[name].tree]
-    return sorted(found, key=lambda name: not MISTAKES[name].tree)
+    found = [name for name, known in MISTAKES.items() if known.failed_checks and known.failed_checks & asked == failed]
+    found = [name for name in found if of_trees or not MISTAKES[name].of_trees]
+    return sorted(found, key=lambda name: not MISTAKES[name].of_trees)
 
 
 def by_greedy(subject: Subject, arguments: Arguments, tokens: Ids) -> list[str]:
@@ -59,8 +59,8 @@ def by_greedy(subject: Subject, arguments: Arguments, tokens: Ids) -> list[str]:
     seen, distances = greedy.errors(arguments, tokens), {}
     accepts_all = bool((greedy.roles(arguments, tokens) == greedy.BONUS).any(axis=1).all())
     for name, mistake in MISTAKES.items():
-        if mistake.signature == {GREEDY}:
-            its_tokens = Subject.of(mistake.verifier).call(arguments)
+        if mistake.failed_checks == {GREEDY}:
+            its_tokens = Subject.of(mistake.verifiers[0]).call(arguments)
             if not accepts_all and (greedy.roles(arguments, its_tokens) == greedy.BONUS).any(axis=1).all():
                 continue  # it rejects nothing, and the verifier does
             own = greedy.errors(arguments, its_tokens)
@@ -78,11 +78,11 @@ def by_distribution(
     """Return the ids of the mistakes whose distribution fits, likeliest first."""
     distances: dict[str, tuple[bool, float]] = {}
     for name, mistake in MISTAKES.items():
-        if mistake.signature or bool(mistake.tree) != bool(settings.tree):
+        if mistake.failed_checks or mistake.of_trees != bool(settings.tree):
             continue
         if mistake.drafter is not None and subject.draft is None:
             continue
-        for verifier in (mistake.verifier, *mistake.forms):
+        for verifier in mistake.verifiers:
             simulated = Subject.of(verifier, mistake.drafter if subject.draft is not None else None, subject.tree)
             distance = compared(simulated, subject, settings, outcomes, failed)
             if distance is not None:

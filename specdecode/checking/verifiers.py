@@ -19,7 +19,6 @@ from specdecode.checking.subject import Ids, given_drafts
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Logits = NDArray[np.float32]
-Noise = Callable[[Ids, Ids, int, int], Floats]
 
 
 class Use(IntEnum):
@@ -49,8 +48,8 @@ class Step(NamedTuple):
     """[n]: how many drafts each request has."""
 
     temperature: float
-    uniform: Callable[[int, int], Floats]
-    """Of an offset in the step and a use: [n] independent random numbers, uniform on (0, 1)."""
+    seeds: Ids
+    positions: Ids
 
     @property
     def requests(self) -> Ids:
@@ -68,8 +67,12 @@ class Step(NamedTuple):
         """Return each request's draft in a place: [n]; offsets beyond the drafts mean the last one."""
         return self.row(self.drafts[:, :, None].astype(np.float64), offsets)[:, 0].astype(np.int64)
 
+    def uniform(self, offset: int, use: int) -> Floats:
+        """Return a uniform random number for each request, [n], of an offset in the step and a use."""
+        return hashed(self.seeds, self.positions, offset, use)
+
     def uniforms(self, use: int = Use.ACCEPT) -> Floats:
-        """Return one for each draft: [n, K]."""
+        """Return a uniform random number for each draft, [n, K]."""
         columns = [self.uniform(i, use) for i in range(self.num_drafts)]
         return np.stack(columns, axis=1) if columns else np.zeros(self.drafts.shape)
 
@@ -98,15 +101,17 @@ def pick(weights: Floats, uniform: Floats) -> Ids:
     return np.asarray(np.minimum(token, weights.shape[1] - 1), dtype=np.int64)
 
 
-def gumbel(uniform: Callable[[int], Floats], use: int, vocab_size: int) -> Floats:
-    """Return noise for each token: the largest of log p + noise is a draw from p. Each token's has a use of its own."""
-    return -np.log(-np.log(np.stack([uniform(use + len(Use) * token) for token in range(1, vocab_size + 1)], axis=1)))
-
-
 def log(probs: Floats) -> Floats:
     """Return logarithms, -inf of 0."""
     with np.errstate(divide="ignore"):
         return np.asarray(np.log(probs))
+
+
+def pick_by_gumbel(weights: Floats, uniform: Callable[[int], Floats], use: int) -> Ids:
+    """Draw the token with the largest log weight + Gumbel noise; each token's noise has a use of its own."""
+    uses = [use + len(Use) * token for token in range(1, weights.shape[1] + 1)]
+    noise = -np.log(-np.log(np.stack([uniform(each) for each in uses], axis=1)))
+    return np.asarray((log(weights) + noise).argmax(axis=1))
 
 
 # --- The parts of token verification -----------------------------------------------------------------------------------
@@ -211,9 +216,7 @@ class Verifier:
 
     target_probs: Callable[[Logits, float], Floats] = softmax
     draft_probs: Callable[[Logits, float], Floats] = softmax
-    certain: Callable[[Ids, int], Floats] = point_mass
-    """q of a draft that comes without logits."""
-
+    draft_probs_without_logits: Callable[[Ids, int], Floats] = point_mass
     changes: Callable[[Step], Step] = lambda step: step
     """Before anything is decided."""
 
@@ -222,7 +225,6 @@ class Verifier:
     recovered: Callable[[Step, Ids], Floats] = residual
     bonus: Callable[[Step], Floats] = last_row
     emit: Callable[[Step, Floats, Ids], Ids] = lambda step, weights, accepted: pick(weights, step.uniform(0, Use.EMIT))
-    noise: Noise = hashed
 
     def __call__(
         self,
@@ -235,41 +237,21 @@ class Verifier:
         positions: Ids,
     ) -> Ids:
         """Return [n, K + 1] ids."""
-        step = self.step(target_logits, draft_token_ids, draft_logits, temperature, seeds, positions)
+        drafts, vocab_size = np.maximum(draft_token_ids, 0), target_logits.shape[2]
+        target = self.target_probs(target_logits, temperature)
+        if draft_logits is None:
+            draft = self.draft_probs_without_logits(drafts, vocab_size)
+        else:
+            draft = self.draft_probs(draft_logits, temperature)
+        given = given_drafts(draft_token_ids)
+        step = Step(target_logits, draft_logits, target, draft, drafts, given, temperature, seeds, positions)
+        step = self.changes(step)
         accepted = self.count(step, self.accepts(step))
         weights = np.where((accepted < step.given)[:, None], self.recovered(step, accepted), self.bonus(step))
         last = self.emit(step, weights, accepted)
         slots, count = np.arange(step.num_drafts + 1), accepted[:, None]
         padded = np.pad(draft_token_ids, ((0, 0), (0, 1)))
         return np.where(slots < count, padded, np.where(slots == count, last[:, None], -1))
-
-    def step(
-        self,
-        target_logits: Logits,
-        draft_token_ids: Ids,
-        draft_logits: Logits | None,
-        temperature: float,
-        seeds: Ids,
-        positions: Ids,
-    ) -> Step:
-        """Compute what is known before anything is decided."""
-        drafts = np.maximum(draft_token_ids, 0)
-        if draft_logits is None:
-            draft = self.certain(drafts, target_logits.shape[2])
-        else:
-            draft = self.draft_probs(draft_logits, temperature)
-        return self.changes(
-            Step(
-                target_logits,
-                draft_logits,
-                self.target_probs(target_logits, temperature),
-                draft,
-                drafts,
-                given_drafts(draft_token_ids),
-                temperature,
-                lambda offset, use: self.noise(seeds, positions, offset, use),
-            )
-        )
 
 
 @dataclass(frozen=True)
@@ -278,27 +260,15 @@ class Drafter:
 
     probs: Callable[[Logits, float], Floats] = softmax
     use: int = Use.DRAFT
+    draw: Callable[[Floats, Callable[[int], Floats], int], Ids] = lambda probs, uniform, use: pick(probs, uniform(use))
     left_out: Callable[[Floats, Ids], Bools] | None = None
     """The drafts to leave out after they were drawn."""
 
-    noise: Noise = hashed
-
     def __call__(self, draft_logits: Logits, *, temperature: float, seeds: Ids, positions: Ids, offset: int) -> Ids:
         """Return [n] ids."""
         probs = self.probs(draft_logits, temperature)
-        tokens = pick(probs, self.noise(seeds, positions - offset, offset, self.use))
+        tokens = self.draw(probs, lambda use: hashed(seeds, positions - offset, offset, use), self.use)
         return tokens if self.left_out is None else np.where(self.left_out(probs, tokens), -1, tokens)
-
-
-@dataclass(frozen=True)
-class GumbelDrafter(Drafter):
-    """Draws with noise for each token."""
-
-    def __call__(self, draft_logits: Logits, *, temperature: float, seeds: Ids, positions: Ids, offset: int) -> Ids:
-        """Return [n] ids."""
-        probs = self.probs(draft_logits, temperature)
-        noise = gumbel(lambda use: self.noise(seeds, positions - offset, offset, use), self.use, probs.shape[1])
-        return np.asarray((log(probs) + noise).argmax(axis=1))
 
 
 TOKENS = Verifier()

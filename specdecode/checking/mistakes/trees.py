@@ -6,11 +6,12 @@ and become the residual of w - q after each failure. Without q, a draft is a poi
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdecode.checking.mistakes.record import EASY, Mistake
+from specdecode.checking.mistakes.record import wrong
 from specdecode.checking.models import point_mass, softmax
 from specdecode.checking.subject import Ids
 from specdecode.checking.trees import children, depths
@@ -49,7 +50,7 @@ def target_probability(node: Node, weights: Floats, draft: Floats, token: Ids) -
     return np.asarray(node.target[np.arange(len(token)), token])
 
 
-def residual(node: Node, weights: Floats, draft: Floats) -> Floats:
+def residual(weights: Floats, draft: Floats) -> Floats:
     """Return norm(max(0, w - q)), or w if that is 0 everywhere."""
     return normalised(np.maximum(0, weights - draft), weights)
 
@@ -89,7 +90,6 @@ class TreeVerifier:
     """The row of the token after a node without children."""
 
     accept: Callable[[Node, Floats, Floats, Ids], Floats] = ratio
-    update: Callable[[Node, Floats, Floats], Floats] = residual
     q: Callable[[Node, Floats], Floats] = lambda node, draft: draft
     """The distribution that the next sibling is judged by."""
 
@@ -152,7 +152,7 @@ class TreeVerifier:
                 coin = np.where(trying, hashed(seeds, positions, depth, Use.ACCEPT + 8 * self.coin(rank)), coin)
                 hit = trying & (coin < self.accept(here, weights, draft, token))
                 failed = trying & ~hit
-                weights = np.where(failed[:, None], self.update(here, weights, draft), weights)
+                weights = np.where(failed[:, None], residual(weights, draft), weights)
                 here.tried[rows, token] += failed
                 accepted = np.where(hit, child, accepted)
             leaf = (table[at, 0] < 0)[:, None]
@@ -165,47 +165,11 @@ class TreeVerifier:
         return output
 
 
-@dataclass(frozen=True)
-class Walk:
-    """Draws the target's own token at each node, and follows the child that equals it."""
-
-    offset: Callable[[int, int], int] = lambda node, depth: depth
-    """The distance of a token's noise from the step's position."""
-
-    def __call__(
-        self,
-        target_logits: Logits,
-        token_ids: Ids,
-        parents: Ids,
-        *,
-        temperature: float = 1.0,
-        seeds: Ids,
-        positions: Ids,
-    ) -> Ids:
-        """Return [n, depth + 1] ids."""
-        depth, p = depths(parents.tolist()), softmax(target_logits, temperature)
-        rows, count = np.arange(len(p)), len(depth)
-        offsets = [self.offset(node, depth[node]) for node in range(count)]
-        own = np.stack(
-            [pick(p[:, node], hashed(seeds, positions + offsets[node], 0, Use.OWN)) for node in range(count)], axis=1
-        )
-        output = np.full((len(p), max(depth) + 1), -1)
-        at, alive = np.zeros(len(p), dtype=np.int64), np.ones(len(p), dtype=bool)
-        for step in range(output.shape[1]):
-            output[:, step] = np.where(alive, own[rows, at], -1)
-            equal = (parents == at[:, None]) & (token_ids == own[rows, at][:, None]) & (np.arange(count) > 0)
-            alive, at = alive & equal.any(axis=1), equal.argmax(axis=1)
-        return output
-
-
 REJECTION = TreeVerifier()
 TARGET_ONLY = TreeVerifier(accept=running_sum, coin=lambda rank: 0, uses_q=False)
 
 
-def of_trees(sentence: str, remedy: str, *verifiers: Any, source: str = EASY, signature: str = "") -> Mistake:
-    """Return a mistake in verifying trees."""
-    names = frozenset({signature} if signature else ())
-    return Mistake(f"tree: {sentence}", source, remedy, verifiers[0], forms=verifiers[1:], tree=TREE, signature=names)
+of_trees = partial(wrong, of_trees=True)
 
 
 def of_both(**parts: Any) -> tuple[TreeVerifier, TreeVerifier]:
@@ -219,86 +183,70 @@ def parent_of(node: int, parents: list[int]) -> int:
 
 TREES = {
     "tree_accepts_everything": of_trees(
-        "the first child of every node is accepted.",
+        "tree: the first child of every node is accepted.",
         "Compare a uniform number with p / q at every node.",
         TreeVerifier(accept=lambda node, weights, draft, token: np.ones(len(token))),
     ),
     "tree_row_of_the_parent": of_trees(
-        "children are judged by the row of their grandparent.",
+        "tree: children are judged by the row of their grandparent.",
         "The row of a node judges its children: row n follows node n.",
         *of_both(row=parent_of),
         *of_both(row=parent_of, last_row=parent_of),
     ),
-    "tree_bonus_from_the_parents_row": of_trees(
-        "the token after a node without children comes from its parent's row.",
+    "tree_bonus_from_another_row": of_trees(
+        "tree: the token after a node without children comes from another row: of its parent, or of the last node.",
         "Draw it from the row of the last accepted node.",
         *of_both(last_row=parent_of),
-    ),
-    "tree_bonus_from_the_last_node": of_trees(
-        "the token after a node without children comes from the row of the last node.",
-        "Draw it from the row of the last accepted node.",
         *of_both(last_row=lambda node, parents: len(parents) - 1),
     ),
     "tree_last_token_from_target": of_trees(
-        "after all siblings failed the token is drawn from p, not from the residual.",
+        "tree: after all siblings failed the token is drawn from p, not from the residual.",
         "Draw it from what is left of p after the failed siblings.",
         *of_both(final=lambda node, weights: node.target),
     ),
     "tree_siblings_by_the_whole_row": of_trees(
-        "each sibling is judged by p / q of the whole row, with one residual at the end or none.",
+        "tree: each sibling is judged by p / q of the whole row, with one residual at the end or none.",
         "After a failed sibling replace p by the residual; siblings that were not drawn are judged without q.",
-        TreeVerifier(accept=ratio_of_row, final=lambda node, weights: residual(node, node.target, node.draft)),
+        TreeVerifier(accept=ratio_of_row, final=lambda node, weights: residual(node.target, node.draft)),
         TreeVerifier(accept=ratio_of_row, final=lambda node, weights: node.target),
         source="TensorRT-LLM pull request 12588",
     ),
     "tree_siblings_in_the_order_of_q": of_trees(
-        "drawn siblings are tried in the order of q, not as they were drawn.",
+        "tree: drawn siblings are tried in the order of q, not as they were drawn.",
         "Try them in an order that does not depend on their tokens.",
         TreeVerifier(order=by_draft),
     ),
     "tree_equal_siblings_counted_twice": of_trees(
-        "a running sum of p counts an equal sibling again.",
+        "tree: a running sum of p counts an equal sibling again.",
         "Skip a sibling whose token has failed already.",
         replace(TARGET_ONLY, skip_equal=False),
         source="SGLang's tree_speculative_sampling_target_only",
     ),
     "tree_equal_siblings_skipped": of_trees(
-        "a drawn sibling that equals a failed one is skipped.",
+        "tree: a drawn sibling that equals a failed one is skipped.",
         "Judge it by the residual, and update that again: it was drawn, too.",
         TreeVerifier(skip_drawn=True),
     ),
     "tree_judged_as_without_replacement": of_trees(
-        "siblings are drawn independently, and judged as if drawn without replacement.",
+        "tree: siblings are drawn independently, and judged as if drawn without replacement.",
         "Leave the failed siblings in q.",
         TreeVerifier(q=without_tried),
     ),
     "tree_one_uniform_for_siblings": of_trees(
-        "one uniform number decides about all siblings of a node.",
+        "tree: one uniform number decides about all siblings of a node.",
         "Draw a number for each sibling, or compare one with the running sum of p.",
         *(replace(each, accept=ratio, coin=lambda rank: 0) for each in (REJECTION, TARGET_ONLY)),
     ),
     "tree_target_drawn_again": of_trees(
-        "the target's token is drawn again for each sibling that it is compared with, and again at the end.",
+        "tree: the target's token is drawn again for each sibling that it is compared with, and again at the end.",
         "Draw one token from the target's row at each node, compare it with all siblings, and emit it.",
         TreeVerifier(
             accept=target_probability, final=lambda node, weights: node.target, skip_equal=False, uses_q=False
         ),
     ),
     "tree_coin_used_again": of_trees(
-        "the number that rejected the siblings draws the token after them.",
+        "tree: the number that rejected the siblings draws the token after them.",
         "Use a number of its own for each decision.",
         replace(TARGET_ONLY, same_coin_last=True),
-    ),
-    "tree_noise_by_node": of_trees(
-        "the noise of a token belongs to its node, not to its depth, so a later step has it again.",
-        "The position of a node's token is that of the step plus the node's depth.",
-        Walk(offset=lambda node, depth: node),
-        signature="last tokens",
-    ),
-    "tree_leaves_the_path": of_trees(
-        "the accepted tokens are no path of the tree: each must be a child of the one before.",
-        "Go on with the children of the accepted node, and return one token after the path.",
-        lambda target_logits, token_ids, parents: token_ids[:, : max(depths(parents.tolist())) + 1] * 0,
-        signature="an error",
     ),
 }
