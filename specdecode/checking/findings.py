@@ -18,8 +18,8 @@ from specdecode.checking.statistics import (
     distance,
     goodness_of_fit,
     independence,
-    least_expected,
-    mean_above,
+    lower_bound,
+    p_value_of_mean,
 )
 
 WASTE = 0.75
@@ -185,9 +185,9 @@ def loss(case: Case, models: Models, outcome: Outcome, allow: float) -> tuple[Fi
     size, added = int(other.sum()), one > expected * one.sum(axis=1, keepdims=True)
     share = float(other[added].sum() / size)
     exact_share = float((other.sum(axis=1, keepdims=True) * expected)[added].sum() / size)
-    low = max(0.0, min(estimate, least_expected(share, size) - exact_share))
+    low = max(0.0, min(estimate, lower_bound(share, size) - exact_share))
     high = min(1.0, estimate + (np.log(1000) / (2 * (one + other).sum())) ** 0.5)
-    p_value = mean_above(share, exact_share + allow, size)
+    p_value = p_value_of_mean(share, exact_share + allow, size)
     what = (
         f"a token's total variation {estimate:.4f} (an exact verifier shows {exact:.4f}), from {low:.4f} to {high:.4f}"
     )
@@ -234,7 +234,7 @@ def acceptance(case: Case, models: Models, outcome: Outcome) -> Finding:
     by_tokens, best = most
     what += f"; {method} {by_tokens:.3f}, an exact method {best:.3f} at most"
     scale = models.num_draft_tokens
-    p_value = mean_above(mean / scale, best / scale, requests)
+    p_value = p_value_of_mean(mean / scale, best / scale, requests)
     within = "; above it, but within chance" if mean > best else ""
     notes: tuple[str, ...] = ()
     if mean < WASTE * by_tokens:

@@ -68,7 +68,7 @@ def compared(subject: Subject, arguments: Arguments, tokens: Ids) -> Finding:
     tie = ", the lowest id of equal logits" if row[token] == row.max() else ""
     seen = f"token {place + 1} of {tokens[request].tolist()}: expected {best[request, place]}{tie}; logits {array(row)}"
     call = f"request {request} of the {len(tokens)} of its call; alone it may be right:\n"
-    call += subject.shown(arguments, int(request))
+    call += subject.call_text(arguments, int(request))
     return Finding(GREEDY, None, False, what, f"wrong: {', '.join(kinds)}\n{seen}\n{call}", certain=True)
 
 
