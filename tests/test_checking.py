@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from scipy.stats import binom, kstest
 
-from specdecode.checking import check, checker, models, runs
+from specdecode.checking import check, checker, models
 from specdecode.checking.cases import CASES, INDEPENDENCE
 from specdecode.checking.mistakes import MISTAKES
+from specdecode.checking.runs import Run
 from specdecode.checking.settings import Settings
 from specdecode.checking.subject import Subject
 from specdecode.checking.verifiers import BLOCKS, STRICT, TOKENS, Drafter, Use, Verifier
@@ -189,7 +190,7 @@ def test_every_listed_mistake_runs_where_requests_have_few_drafts(case):
     pair = Settings(3, 5, 100, 0).models(case)
     for mistake in MISTAKES.values():
         for verifier in mistake.verifiers * (not mistake.of_trees):
-            runs.run(Subject.of(verifier, mistake.drafter), pair, case.how, 20, np.random.default_rng(0))
+            Run(Subject.of(verifier, mistake.drafter), pair, case.how, np.random.default_rng(0)).steps(20)
 
 
 def test_the_list_has_what_a_reader_needs():

@@ -99,7 +99,7 @@ NOT_FOR_LOSSY = ("argmax drafts", "zeros", "disjoint supports", GREEDY)
 LOSSY = "lossy rules differ most from the target where tokens have no probability or one has all; ask for one alone."
 IN_A_CALL, IN_CALLS, STEPS, LAST, SUMS = "requests of a call", "calls", "steps", "last tokens", "seed + position"
 INDEPENDENCE = (IN_A_CALL, IN_CALLS, STEPS, LAST, SUMS)
-MOST_CALLS = 400
+MAX_CALLS = 400
 STEPS_SHARE = 0.015
 ALIKE = Case("alike", 0.0, models.alike, max_states=1)
 DOUBLED = Case("doubled", 0.0, models.doubled, max_states=1)

@@ -9,7 +9,7 @@ import numpy as np
 from specdecode.checking.cases import GREEDY
 from specdecode.checking.findings import Finding
 from specdecode.checking.models import SPREAD
-from specdecode.checking.runs import MOST_LOGITS, fresh
+from specdecode.checking.runs import MAX_LOGITS, fresh
 from specdecode.checking.settings import Settings
 from specdecode.checking.subject import Arguments, Ids, Subject, array, given_drafts
 
@@ -26,7 +26,7 @@ BONUS, EQUAL, DIVIDED = len(ROLES) - 1, len(ROLES) + 1, len(ROLES) + 2
 def make_texts(subject: Subject, settings: Settings) -> Arguments:
     """Return rows and drafts. Of request r the first r % (K + 1) drafts are right, the next is not, later ones may be."""
     random, num_drafts, vocab = settings.random(GREEDY), settings.num_draft_tokens, settings.vocab_size
-    requests = max(num_drafts + 1, min(TEXTS, MOST_LOGITS // ((num_drafts + 1) * vocab)))
+    requests = max(num_drafts + 1, min(TEXTS, MAX_LOGITS // ((num_drafts + 1) * vocab)))
     rows = GRID * (np.round(SPREAD / GRID * random.normal(size=(requests, num_drafts + 1, vocab))) + 0.5)
     equal = random.random(rows.shape[:2]) < 0.3
     other = (rows.argmax(axis=2) + random.integers(1, vocab, size=equal.shape)) % vocab

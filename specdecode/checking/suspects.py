@@ -18,7 +18,7 @@ from specdecode.checking import greedy
 from specdecode.checking.cases import GREEDY, HISTORY, IN_A_CALL, INDEPENDENCE, LAST, STEPS, Case
 from specdecode.checking.mistakes import MISTAKES
 from specdecode.checking.models import Models
-from specdecode.checking.runs import Outcome, run
+from specdecode.checking.runs import Outcome, Run
 from specdecode.checking.settings import Settings
 from specdecode.checking.statistics import homogeneity
 from specdecode.checking.subject import Arguments, Ids, Subject
@@ -101,7 +101,7 @@ def compared(
     for case, requests in looks(settings.cases, outcomes, failed):
         models, seen = settings.models(case), outcomes[case.name]
         how = case.how._replace(draft_logits=case.how.draft_logits and "draft_logits" in subject.takes)
-        own = run(simulated, models, how, requests, settings.random(case.name, purpose=1))
+        own = Run(simulated, models, how, settings.random(case.name, purpose=1)).steps(requests)
         fit = homogeneity(cells(models, seen, requests), cells(models, own, requests))
         explained = not seen.impossible(models) or own.impossible(models) > 0
         if fit.p_value < FITS or not explained:
