@@ -10,16 +10,9 @@ from specdecode.checking.mistakes import MISTAKES
 from specdecode.checking.runs import Run
 from specdecode.checking.settings import Settings
 from specdecode.checking.subject import Subject
-from specdecode.checking.verifiers import BLOCKS, STRICT, TOKENS, Drafter, Use, Verifier
-from tests.support.planted import PLANTED, planted
+from specdecode.checking.verifiers import STRICT, TOKENS, Drafter, Verifier
+from tests.support.planted import PLANTED, RIGHT, planted
 
-RIGHT = {
-    "tokens": (TOKENS, None),
-    "tokens-with-their-drafter": (TOKENS, Drafter()),
-    "blocks": (BLOCKS, Drafter()),
-    "strict": (STRICT, None),
-    "strict-with-shared-noise": (STRICT, Drafter(use=Use.OWN)),
-}
 SIZES = {"K1-V2": (1, 2), "K6-V4": (6, 4), "K2-V100": (2, 100)}
 
 

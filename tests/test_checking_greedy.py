@@ -8,7 +8,8 @@ from specdecode.checking.mistakes import MISTAKES
 from specdecode.checking.settings import Settings
 from specdecode.checking.subject import Subject
 from specdecode.checking.verifiers import TOKENS, Drafter
-from tests.test_checking import RIGHT, by_name, softmax
+from tests.support.planted import RIGHT
+from tests.test_checking import by_name, softmax
 
 SEEDS = range(4)
 SIZES = {"K3-V5": (3, 5), "K1-V2": (1, 2), "K5-V2": (5, 2), "K1-V50": (1, 50), "K5-V50": (5, 50)}

@@ -1,4 +1,4 @@
-"""Verifiers with mistakes that are known by an error or by the checks that fail, and a right verifier of trees."""
+"""Right verifiers, and verifiers with the known mistakes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from specdecode.checking.mistakes import MISTAKES
-from specdecode.checking.mistakes.trees import TREE
+from specdecode.checking.mistakes.trees import REJECTION, TARGET_ONLY, TREE
 from specdecode.checking.models import softmax
 from specdecode.checking.trees import depths
-from specdecode.checking.verifiers import Step, Use, Verifier, hashed, pick
+from specdecode.checking.verifiers import BLOCKS, STRICT, TOKENS, Drafter, Step, Use, Verifier, hashed, pick
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,17 @@ PLANTED = {
     "minus_1_is_an_index": Minus1(),
 }
 """Other mistakes that an error shows are made by the verifiers of `test_checking_errors` and `readers`."""
+
+
+RIGHT = {
+    "tokens": (TOKENS, None),
+    "tokens with their drafter": (TOKENS, Drafter()),
+    "blocks": (BLOCKS, Drafter()),
+    "strict": (STRICT, None),
+    "strict with shared noise": (STRICT, Drafter(use=Use.OWN)),
+}
+RIGHT_TREES = {"rejection": REJECTION, "target-only": TARGET_ONLY, "walk": Walk()}
+"""Right verifiers, with their drafters."""
 
 
 def planted():
