@@ -116,11 +116,11 @@ def read(logprobs: Any) -> list[tuple[int, Listed]]:
         entries = logprobs["content"]
         return [(each["id"], {top["id"]: top["logprob"] for top in each["top_logprobs"]}) for each in entries]
     rows = logprobs["top_logprobs"] or [None] * len(logprobs["tokens"])
-    rows = [{number(name): value for name, value in (row or {}).items()} for row in rows]
-    return list(zip(map(number, logprobs["tokens"]), rows))
+    rows = [{id_in(name): value for name, value in (row or {}).items()} for row in rows]
+    return list(zip(map(id_in, logprobs["tokens"]), rows))
 
 
-def number(name: str) -> int:
+def id_in(name: str) -> int:
     """Return the id in "token_id:17"."""
     if not name.startswith("token_id:"):
         raise ValueError(f"server: expected token ids in log-probabilities, got {name!r}: tokens may share a text")

@@ -134,7 +134,7 @@ def leading(step: Step, accepts: Bools) -> Ids:
 
 
 def residual(step: Step, accepted: Ids) -> Floats:
-    """max(0, p - q) of the row of the rejected draft, or p if that is 0 everywhere."""
+    """Return max(0, p - q) of the row of the rejected draft, or p if that is 0 everywhere."""
     return or_target(step, accepted, np.maximum(0, step.row(step.target, accepted) - step.row(step.draft, accepted)))
 
 
@@ -151,60 +151,36 @@ def last_row(step: Step) -> Floats:
 # --- The parts of block verification -----------------------------------------------------------------------------------
 
 
-def running_ratios(step: Step) -> Floats:
-    """c_0 ... c_K: [n, K + 1]."""
+def running_ratios(step: Step, most: float = 1) -> Floats:
+    """Return c_0 ... c_K, [n, K + 1]: c_i = min(most, c_{i - 1} p / q)."""
     ratios, each = [np.ones(len(step.drafts))], ratio(step)
     for i in range(step.num_drafts):
-        ratios.append(np.minimum(1, ratios[-1] * each[:, i]))
+        ratios.append(np.minimum(most, ratios[-1] * each[:, i]))
     return np.stack(ratios, axis=1)
 
 
-def block_acceptance(step: Step) -> Floats:
-    """h_1 ... h_K: [n, K]."""
-    ratios = running_ratios(step)
+def block_acceptance(step: Step, most: float = 1) -> Floats:
+    """Return h_1 ... h_K, [n, K]."""
+    ratios = running_ratios(step, most)
     result = ratios[:, 1:].copy()
     for i in range(1, step.num_drafts):
         mass = np.maximum(0, ratios[:, i, None] * step.target[:, i] - step.draft[:, i]).sum(axis=1)
-        h = np.where(ratios[:, i] == 1, 1, mass / np.maximum(mass + 1 - ratios[:, i], 1e-300))
+        h = np.where(ratios[:, i] >= 1, 1, mass / np.maximum(mass + 1 - ratios[:, i], 1e-300))
         result[:, i - 1] = np.where(i < step.given, h, ratios[:, i])
     return result
 
 
-def accept_by_blocks(step: Step) -> Bools:
-    """Try each length on its own."""
-    return np.asarray(step.uniforms() < block_acceptance(step))
-
-
 def longest(step: Step, accepts: Bools) -> Ids:
-    """The largest length that is accepted."""
+    """Return the largest length that is accepted."""
     lengths = np.arange(1, step.num_drafts + 1)
     return np.asarray(np.max(np.where(accepts & (lengths <= step.given[:, None]), lengths, 0), axis=1, initial=0))
 
 
-def block_residual(step: Step, accepted: Ids) -> Floats:
-    """max(0, c p - q) of the row after the accepted drafts."""
-    ratios = running_ratios(step)[step.requests, accepted]
+def block_residual(step: Step, accepted: Ids, most: float = 1) -> Floats:
+    """Return max(0, c p - q) of the row after the accepted drafts."""
+    ratios = running_ratios(step, most)[step.requests, accepted]
     weights = ratios[:, None] * step.row(step.target, accepted) - step.row(step.draft, accepted)
     return or_target(step, accepted, np.maximum(0, weights))
-
-
-# --- The parts of strict verification ----------------------------------------------------------------------------------
-
-
-def own_samples(step: Step) -> Ids:
-    """Draw from the target at each row: [n, K + 1]."""
-    rows = range(step.num_drafts + 1)
-    return np.stack([pick(step.target[:, i], step.uniform(i, Use.OWN)) for i in rows], axis=1)
-
-
-def accept_equals(step: Step) -> Bools:
-    """Accept a draft that is the target's own sample."""
-    return np.asarray(own_samples(step)[:, :-1] == step.drafts)
-
-
-def own_sample(step: Step, accepted: Ids) -> Floats:
-    """Emit the target's own sample."""
-    return point_mass(own_samples(step)[step.requests, accepted], step.target.shape[2])
 
 
 # --- All together ------------------------------------------------------------------------------------------------------
@@ -271,6 +247,31 @@ class Drafter:
         return tokens if self.left_out is None else np.where(self.left_out(probs, tokens), -1, tokens)
 
 
+def block_verifier(most: float = 1) -> Verifier:
+    """Return block verification (Sun et al. 2024), whose running ratio is at most `most`: 1, but for a mistake."""
+    return Verifier(
+        accepts=lambda step: step.uniforms() < block_acceptance(step, most),
+        count=longest,
+        recovered=lambda step, accepted: block_residual(step, accepted, most),
+    )
+
+
+def strict_verifier(sample: Callable[[Step, int], Ids]) -> Verifier:
+    """Return strict verification: a draft is accepted if it equals `sample(step, i)`, the target's own sample of row i."""
+
+    def samples(step: Step) -> Ids:
+        return np.stack([sample(step, i) for i in range(step.num_drafts + 1)], axis=1)
+
+    def emitted(step: Step, places: Ids) -> Floats:
+        return point_mass(samples(step)[step.requests, places], step.target.shape[2])
+
+    return Verifier(
+        accepts=lambda step: samples(step)[:, :-1] == step.drafts,
+        recovered=emitted,
+        bonus=lambda step: emitted(step, step.given),
+    )
+
+
 TOKENS = Verifier()
-BLOCKS = Verifier(accepts=accept_by_blocks, count=longest, recovered=block_residual)
-STRICT = Verifier(accepts=accept_equals, recovered=own_sample, bonus=lambda step: own_sample(step, step.given))
+BLOCKS = block_verifier()
+STRICT = strict_verifier(lambda step, i: pick(step.target[:, i], step.uniform(i, Use.OWN)))

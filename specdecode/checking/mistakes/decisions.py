@@ -1,13 +1,11 @@
 """Mistakes in deciding which drafts are accepted: by tokens, by blocks, and by the target's own samples."""
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from specdecode.checking.mistakes.record import wrong
-from specdecode.checking.models import point_mass
-from specdecode.checking.subject import Ids
 from specdecode.checking.verifiers import (
     BLOCKS,
     STRICT,
@@ -18,14 +16,15 @@ from specdecode.checking.verifiers import (
     Verifier,
     accept_by_ratio,
     block_acceptance,
+    block_verifier,
     last_row,
     leading,
-    or_target,
     pick,
     pick_by_gumbel,
     ratio,
     residual,
     running_ratios,
+    strict_verifier,
 )
 
 THRESHOLD = 0.3
@@ -116,26 +115,6 @@ ACCEPTANCE = {
 }
 
 
-def uncut_ratios(step: Step) -> Floats:
-    """Return running ratios without the minimum: the product of p / q."""
-    return np.concatenate([np.ones((len(step.drafts), 1)), np.cumprod(ratio(step), axis=1)], axis=1)
-
-
-def uncut_residual(step: Step, accepted: Ids) -> Floats:
-    weights = uncut_ratios(step)[step.requests, accepted][:, None] * step.row(step.target, accepted)
-    return or_target(step, accepted, np.maximum(0, weights - step.row(step.draft, accepted)))
-
-
-def uncut_acceptance(step: Step) -> Floats:
-    ratios = uncut_ratios(step)
-    result = ratios[:, 1:].copy()
-    for i in range(1, step.num_drafts):
-        mass = np.maximum(0, ratios[:, i, None] * step.target[:, i] - step.draft[:, i]).sum(axis=1)
-        h = mass / np.maximum(mass + np.maximum(0, 1 - ratios[:, i]), 1e-300)
-        result[:, i - 1] = np.where(i < step.given, h, ratios[:, i])
-    return result
-
-
 BLOCK = {
     "block_residual_unscaled": wrong(
         "block verification, but the recovered token is drawn from max(0, p - q), without the running ratio.",
@@ -145,7 +124,7 @@ BLOCK = {
     "block_ratio_not_cut": wrong(
         "block verification, but the running ratio is not cut at 1.",
         "c = min(1, c p / q) after every draft.",
-        replace(BLOCKS, accepts=lambda step: step.uniforms() < uncut_acceptance(step), recovered=uncut_residual),
+        block_verifier(most=np.inf),
     ),
     "block_accepts_with_ratio": wrong(
         "block verification, but each length is accepted with its running ratio.",
@@ -165,28 +144,12 @@ BLOCK = {
 }
 
 
-def from_samples(sample: Callable[[Step, Floats], Ids]) -> Verifier:
-    """Return strict verification with `sample(step, row)` as the target's own samples."""
-
-    def samples(step: Step) -> Ids:
-        return np.stack([sample(step, step.target[:, i]) for i in range(step.num_drafts + 1)], axis=1)
-
-    def emitted(step: Step, places: Ids) -> Floats:
-        return point_mass(samples(step)[step.requests, places], step.target.shape[2])
-
-    return Verifier(
-        accepts=lambda step: samples(step)[:, :-1] == step.drafts,
-        recovered=emitted,
-        bonus=lambda step: emitted(step, step.given),
-    )
-
-
 OWN_SAMPLES = {
     "strict_one_noise_for_all_rows": wrong(
         "drafts are compared with the target's own samples, but these are drawn with the same noise in all rows.",
         "Draw each position's sample with noise of its own.",
-        from_samples(lambda step, row: pick(row, step.uniform(0, Use.OWN))),
-        from_samples(lambda step, row: pick_by_gumbel(row, lambda use: step.uniform(0, use), Use.OWN)),
+        strict_verifier(lambda step, i: pick(step.target[:, i], step.uniform(0, Use.OWN))),
+        strict_verifier(lambda step, i: pick_by_gumbel(step.target[:, i], partial(step.uniform, 0), Use.OWN)),
     ),
     "strict_draws_again": wrong(
         "a draft that differs from the target's own sample is replaced by a second sample.",

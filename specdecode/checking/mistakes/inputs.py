@@ -58,12 +58,9 @@ def both(probs: Callable[[Logits, float], Floats]) -> Verifier:
     return Verifier(target_probs=probs, draft_probs=probs)
 
 
-def first_draft_row(step: Step) -> Step:
-    return step._replace(draft=np.broadcast_to(step.draft[:, :1], step.draft.shape))
-
-
-def previous_draft_row(step: Step) -> Step:
-    return step._replace(draft=np.concatenate([step.draft[:, :1], step.draft[:, :-1]], axis=1))
+def draft_rows(step: Step, row: Callable[[Ids], Ids]) -> Step:
+    """Judge draft i by row `row(i)` of the draft model."""
+    return step._replace(draft=step.draft[:, row(np.arange(step.num_drafts))])
 
 
 def first_target_row(step: Step, rows: int | None = None) -> Step:
@@ -92,22 +89,20 @@ ROWS = {
     "target_rows_shifted": wrong(
         "each draft is judged by the target's next row.",
         "The row that was computed before draft i was read judges it.",
-        Verifier(
-            changes=lambda step: step._replace(target=np.concatenate([step.target[:, 1:], step.target[:, -1:]], axis=1))
-        ),
+        Verifier(changes=lambda step: step._replace(target=np.append(step.target[:, 1:], step.target[:, -1:], axis=1))),
     ),
     "another_draft_row": wrong(
         "each draft is judged by another row of the draft model: the first one, or the row before.",
         "Use row i of the draft for draft i.",
-        Verifier(changes=first_draft_row),
-        Verifier(changes=previous_draft_row),
+        Verifier(changes=lambda step: draft_rows(step, lambda i: 0 * i)),
+        Verifier(changes=lambda step: draft_rows(step, lambda i: np.maximum(i - 1, 0))),
     ),
     "first_target_row_for_all": wrong(
         "each draft is judged by the target's first row.",
         "Use row i of the target for draft i, and row K for the bonus token.",
         Verifier(changes=first_target_row),
         Verifier(changes=lambda step: first_target_row(step, -1)),
-        Verifier(changes=lambda step: first_target_row(first_draft_row(step))),
+        Verifier(changes=lambda step: first_target_row(draft_rows(step, lambda i: 0 * i))),
         source="a reader of the course",
     ),
     "rows_by_rank": wrong(
