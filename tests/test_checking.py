@@ -203,7 +203,7 @@ def test_the_list_has_what_a_reader_needs():
     [
         ({"recovered": lambda p, q: p}, "recovered_from_target"),
         ({"recovered": lambda p, q: abs(p - q)}, "recovered_from_absolute_difference"),
-        ({"bonus_row": -2}, "bonus_from_last_draft_row"),
+        ({"bonus_row": -2}, "bonus_from_another_row"),
     ],
 )
 def test_a_mistake_is_named_in_code_that_is_not_ours(arguments, name):

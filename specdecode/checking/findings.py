@@ -75,18 +75,12 @@ class Finding(NamedTuple):
 
 def findings(case: Case, models: Models, outcome: Outcome, drafts_are_drawn: bool) -> list[Finding]:
     """Apply the statistics of a case."""
-    found = []
-    for statistic in case.statistics:
-        if statistic == "joint":
-            found.append(joint(case, models, outcome))
-        elif statistic == "first token":
-            found.append(token(case, models, outcome, 0))
-        elif statistic == "token":
-            found += [token(case, models, outcome, i) for i in range(1, models.num_draft_tokens)]
-        elif statistic == "bonus token" and models.num_draft_tokens:
-            found.append(token(case, models, outcome, models.num_draft_tokens))
-        elif statistic == "acceptance" and models.num_draft_tokens and drafts_are_drawn:
-            found.append(acceptance(case, models, outcome))
+    drafts = models.num_draft_tokens
+    places = {"first token": [0], "token": [*range(1, drafts)], "bonus token": [drafts] * (drafts > 0)}
+    found = [joint(case, models, outcome)] * ("joint" in case.statistics)
+    found += [token(case, models, outcome, place) for name in case.statistics for place in places.get(name, [])]
+    if "acceptance" in case.statistics and drafts and drafts_are_drawn:
+        found.append(acceptance(case, models, outcome))
     return found
 
 

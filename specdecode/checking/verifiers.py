@@ -13,12 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specdecode.checking.models import point_mass, softmax
+from specdecode.checking.models import Floats, Logits, point_mass, softmax
 from specdecode.checking.subject import Ids, given_drafts
 
-Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
-Logits = NDArray[np.float32]
 
 
 class Use(IntEnum):

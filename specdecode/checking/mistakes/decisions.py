@@ -6,11 +6,11 @@ from functools import partial
 import numpy as np
 
 from specdecode.checking.mistakes.record import wrong
+from specdecode.checking.models import Floats
 from specdecode.checking.verifiers import (
     BLOCKS,
     STRICT,
     Bools,
-    Floats,
     Step,
     Use,
     Verifier,

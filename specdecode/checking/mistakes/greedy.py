@@ -8,9 +8,9 @@ import numpy as np
 
 from specdecode.checking.cases import GREEDY as GREEDY_CHECK
 from specdecode.checking.mistakes.record import Mistake
-from specdecode.checking.models import point_mass, softmax
+from specdecode.checking.models import Floats, Logits, point_mass, softmax
 from specdecode.checking.subject import Ids
-from specdecode.checking.verifiers import TOKENS, Bools, Floats, Logits, Step, Verifier, ratio
+from specdecode.checking.verifiers import TOKENS, Bools, Step, Verifier, ratio
 
 TAKE_ARGMAX = "Accept a draft if it is the argmax of its row, else emit the argmax; after the last one, that of row K."
 

@@ -6,14 +6,12 @@ from functools import partial
 import numpy as np
 
 from specdecode.checking.mistakes.record import wrong
-from specdecode.checking.models import softmax
+from specdecode.checking.models import Floats, Logits, softmax
 from specdecode.checking.subject import Ids
 from specdecode.checking.verifiers import (
     TOKENS,
     Bools,
     Drafter,
-    Floats,
-    Logits,
     Step,
     Use,
     Verifier,

@@ -6,13 +6,12 @@ import numpy as np
 
 from specdecode.checking.mistakes.inputs import unscaled
 from specdecode.checking.mistakes.record import wrong
-from specdecode.checking.models import point_mass
+from specdecode.checking.models import Floats, point_mass
 from specdecode.checking.subject import Ids
-from specdecode.checking.verifiers import Floats, Step, Use, Verifier, or_target, pick, residual
+from specdecode.checking.verifiers import Step, Use, Verifier, or_target, pick, residual
 
 MIN_P, CONSTANT = 0.2, 1e-3
 DRAW_RESIDUAL = "Draw it with weights max(0, p - q)."
-OWN_ROWS = "Use row i of both models for draft i."
 
 
 def p_of(step: Step, accepted: Ids) -> Floats:
@@ -113,17 +112,12 @@ RECOVERED = {
             )
         ),
     ),
-    "recovered_from_next_row": wrong(
-        "the residual has p of the row after the rejected draft, and q of that row or of its own.",
-        OWN_ROWS,
+    "recovered_from_another_row": wrong(
+        "the residual is that of the step's first row or of the next row, or it has p of the next row and q of its own.",
+        "Use row i of both models for draft i.",
+        Verifier(recovered=lambda step, accepted: residual(step, 0 * accepted)),
         Verifier(recovered=lambda step, accepted: residual(step, np.minimum(accepted + 1, step.num_drafts))),
         positive_part(lambda step, accepted: p_of(step, accepted + 1) - q_of(step, accepted)),
-        source="the residual of the wrong row, a public report",
-    ),
-    "recovered_from_first_row": wrong(
-        "the residual is that of the step's first row.",
-        OWN_ROWS,
-        Verifier(recovered=lambda step, accepted: residual(step, 0 * accepted)),
         source="the residual of the wrong row, a public report",
     ),
     "recovered_draft_kept": wrong(
@@ -151,16 +145,12 @@ RECOVERED = {
 
 
 BONUS = {
-    "bonus_from_last_draft_row": wrong(
-        "the bonus token is drawn from the row of the last draft.",
+    "bonus_from_another_row": wrong(
+        "the bonus token is drawn from the row of the last draft, or from the first row.",
         "Row i judges draft i; the bonus token comes from row K.",
         Verifier(bonus=lambda step: p_of(step, np.maximum(step.given - 1, 0))),
-        source="a public report",
-    ),
-    "bonus_from_first_row": wrong(
-        "the bonus token is drawn from the first row.",
-        "The bonus token comes from row K.",
         Verifier(bonus=lambda step: step.row(step.target, 0)),
+        source="a public report",
     ),
     "bonus_from_draft": wrong(
         "the bonus token is drawn from the draft model.",

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdecode.checking.mistakes.record import wrong
-from specdecode.checking.models import point_mass, softmax
+from specdecode.checking.models import Floats, Logits, point_mass, softmax
 from specdecode.checking.subject import Ids
 from specdecode.checking.trees import children, depths
-from specdecode.checking.verifiers import Floats, Logits, Use, hashed, pick
+from specdecode.checking.verifiers import Use, hashed, pick
 
 TREE = (-1, 0, 0, 1, 1)
 
@@ -73,12 +73,6 @@ def without_tried(node: Node, draft: Floats) -> Floats:
     return normalised(np.where(node.tried > 0, 0, draft), draft)
 
 
-def by_draft(draft: Floats, tokens: Ids) -> Ids:
-    """Return the order of siblings, [n, width], by q; -1 is no sibling."""
-    keys = np.where(tokens >= 0, np.take_along_axis(draft, np.maximum(tokens, 0), axis=1), -1)
-    return np.asarray((-keys).argsort(axis=1, kind="stable"))
-
-
 @dataclass(frozen=True)
 class TreeVerifier:
     """Multi-round rejection (Miao et al. 2024), and target-only verification where no q is given."""
@@ -96,7 +90,9 @@ class TreeVerifier:
     final: Callable[[Node, Floats], Floats] = lambda node, weights: weights
     """The weights of the token after all siblings failed."""
 
-    order: Callable[[Floats, Ids], Ids] | None = None
+    sorts_siblings: bool = False
+    """Whether drawn siblings are tried in the order of q."""
+
     skip_equal: bool = True
     """Whether a sibling equal to one that failed is skipped where no q is given."""
 
@@ -137,9 +133,10 @@ class TreeVerifier:
         for depth in range(output.shape[1]):
             here = Node(p[rows, judging[at]], q[rows, at], np.zeros((len(p), vocab), dtype=np.int64))
             weights, siblings = here.target, table[at]
-            if self.order is not None and draft_logits is not None:
-                tokens = np.where(siblings >= 0, token_ids[rows[:, None], siblings], -1)
-                siblings = np.take_along_axis(siblings, self.order(here.draft, tokens), axis=1)
+            if self.sorts_siblings and draft_logits is not None:
+                keys = np.take_along_axis(here.draft, token_ids[rows[:, None], siblings], axis=1)
+                order = np.where(siblings >= 0, -keys, 1).argsort(axis=1, kind="stable")
+                siblings = np.take_along_axis(siblings, order, axis=1)
             accepted = np.full(len(p), -1)
             coin = np.zeros(len(p))
             for rank in range(width):
@@ -214,7 +211,7 @@ TREES = {
     "tree_siblings_in_the_order_of_q": of_trees(
         "tree: drawn siblings are tried in the order of q, not as they were drawn.",
         "Try them in an order that does not depend on their tokens.",
-        TreeVerifier(order=by_draft),
+        TreeVerifier(sorts_siblings=True),
     ),
     "tree_equal_siblings_counted_twice": of_trees(
         "tree: a running sum of p counts an equal sibling again.",
