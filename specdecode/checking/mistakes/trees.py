@@ -1,7 +1,7 @@
 """A right verifier of trees in parts, and its mistakes.
 
-Read `TreeVerifier.__call__` first: at a node, try one child after the other by min(1, w / q) with weights w that begin as p
-and become the residual of w - q after each failure. Without q, a draft is a point mass, and the residual is w without it.
+Read `TreeVerifier.__call__` first: at a node, try one child x after the other by min(1, w / q) with weights w that begin as
+p and become the residual of w - q after each failure. Without q, a draft is a point mass, and the residual is w without it.
 """
 
 from collections.abc import Callable
@@ -21,38 +21,42 @@ TREE = (-1, 0, 0, 1, 1)
 
 
 class Node(NamedTuple):
-    """The node that each request has reached."""
+    """The node that each request has reached, and the child that it tries."""
 
     target: Floats
-    """[n, V] p of the row that judges its children."""
+    """[n, V] p of the row that judges the children."""
 
     draft: Floats
-    """[n, V] q of its children: 0 without draft logits."""
+    """[n, V] q of the children: 0 without draft logits."""
 
     tried: Ids
     """[n, V]: how often each token was tried."""
 
+    weights: Floats
+    """[n, V] w: p, or what is left of it after failed siblings."""
 
-def ratio(node: Node, weights: Floats, draft: Floats, token: Ids) -> Floats:
-    """Return w(x) / q(x) of a sibling x."""
-    rows = np.arange(len(token))
-    w, q = weights[rows, token], draft[rows, token]
+    token: Ids
+    """[n] x."""
+
+    def of_token(self, rows: Floats) -> Floats:
+        """Return the entry of x in rows [n, V]."""
+        return np.asarray(rows[np.arange(len(self.token)), self.token])
+
+
+def ratio(node: Node, draft: Floats) -> Floats:
+    """Return w(x) / q(x)."""
+    w, q = node.of_token(node.weights), node.of_token(draft)
     return np.asarray(np.divide(w, q, out=np.zeros_like(w), where=q > 0))
 
 
-def ratio_of_row(node: Node, weights: Floats, draft: Floats, token: Ids) -> Floats:
+def ratio_of_row(node: Node, draft: Floats) -> Floats:
     """Return p(x) / q(x) of the whole row, also after other siblings failed."""
-    return ratio(node, node.target, draft, token)
+    return ratio(node._replace(weights=node.target), draft)
 
 
-def target_probability(node: Node, weights: Floats, draft: Floats, token: Ids) -> Floats:
-    """Return p(x) of a sibling x: the chance that a fresh draw from the row equals it."""
-    return np.asarray(node.target[np.arange(len(token)), token])
-
-
-def residual(weights: Floats, draft: Floats) -> Floats:
-    """Return norm(max(0, w - q)), or w if that is 0 everywhere."""
-    return normalised(np.maximum(0, weights - draft), weights)
+def running_sum(node: Node, draft: Floats) -> Floats:
+    """Return the sum of p over the siblings that were tried and this one."""
+    return np.asarray((node.tried * node.target).sum(axis=1) + node.of_token(node.target))
 
 
 def normalised(weights: Floats, otherwise: Floats) -> Floats:
@@ -62,15 +66,9 @@ def normalised(weights: Floats, otherwise: Floats) -> Floats:
     return np.asarray(np.where(sums > 0, weights, otherwise) / sums_used)
 
 
-def running_sum(node: Node, weights: Floats, draft: Floats, token: Ids) -> Floats:
-    """Return the sum of p over the siblings that were tried and this one."""
-    tried = (node.tried * node.target).sum(axis=1)
-    return np.asarray(tried + node.target[np.arange(len(token)), token])
-
-
-def without_tried(node: Node, draft: Floats) -> Floats:
-    """Return q without the siblings that were tried, as if drawn without replacement."""
-    return normalised(np.where(node.tried > 0, 0, draft), draft)
+def residual(weights: Floats, draft: Floats) -> Floats:
+    """Return norm(max(0, w - q)), or w if that is 0 everywhere."""
+    return normalised(np.maximum(0, weights - draft), weights)
 
 
 @dataclass(frozen=True)
@@ -83,11 +81,13 @@ class TreeVerifier:
     last_row: Callable[[int, list[int]], int] = lambda node, parents: node
     """The row of the token after a node without children."""
 
-    accept: Callable[[Node, Floats, Floats, Ids], Floats] = ratio
-    q: Callable[[Node, Floats], Floats] = lambda node, draft: draft
+    accept: Callable[[Node, Floats], Floats] = ratio
+    """The probability to accept the child, by q."""
+
+    q: Callable[[Node], Floats] = lambda node: node.draft
     """The distribution that the next sibling is judged by."""
 
-    final: Callable[[Node, Floats], Floats] = lambda node, weights: weights
+    final: Callable[[Node], Floats] = lambda node: node.weights
     """The weights of the token after all siblings failed."""
 
     sorts_siblings: bool = False
@@ -131,8 +131,8 @@ class TreeVerifier:
         output = np.full((len(p), max(depths(links)) + 1), -1)
         at, alive = np.zeros(len(p), dtype=np.int64), np.ones(len(p), dtype=bool)
         for depth in range(output.shape[1]):
-            here = Node(p[rows, judging[at]], q[rows, at], np.zeros((len(p), vocab), dtype=np.int64))
-            weights, siblings = here.target, table[at]
+            target, tried = p[rows, judging[at]], np.zeros((len(p), vocab), dtype=np.int64)
+            here, siblings = Node(target, q[rows, at], tried, target, at), table[at]
             if self.sorts_siblings and draft_logits is not None:
                 keys = np.take_along_axis(here.draft, token_ids[rows[:, None], siblings], axis=1)
                 order = np.where(siblings >= 0, -keys, 1).argsort(axis=1, kind="stable")
@@ -141,19 +141,19 @@ class TreeVerifier:
             coin = np.zeros(len(p))
             for rank in range(width):
                 child = siblings[:, rank]
-                token = token_ids[rows, child]
+                here = here._replace(token=token_ids[rows, child])
                 trying = alive & (accepted < 0) & (child >= 0)
                 if self.skip_drawn if draft_logits is not None else self.skip_equal:
-                    trying &= here.tried[rows, token] == 0
-                draft = self.q(here, here.draft) if draft_logits is not None else point_mass(token, vocab)
+                    trying &= tried[rows, here.token] == 0
+                draft = self.q(here) if draft_logits is not None else point_mass(here.token, vocab)
                 coin = np.where(trying, hashed(seeds, positions, depth, Use.ACCEPT + 8 * self.coin(rank)), coin)
-                hit = trying & (coin < self.accept(here, weights, draft, token))
+                hit = trying & (coin < self.accept(here, draft))
                 failed = trying & ~hit
-                weights = np.where(failed[:, None], residual(weights, draft), weights)
-                here.tried[rows, token] += failed
+                here = here._replace(weights=np.where(failed[:, None], residual(here.weights, draft), here.weights))
+                tried[rows, here.token] += failed
                 accepted = np.where(hit, child, accepted)
             leaf = (table[at, 0] < 0)[:, None]
-            weights = np.where(leaf, p[rows, ending[at]], self.final(here, weights))
+            weights = np.where(leaf, p[rows, ending[at]], self.final(here))
             fresh = hashed(seeds, positions, depth, Use.EMIT)
             last = pick(weights, np.where(leaf[:, 0] | (not self.same_coin_last), fresh, coin))
             emitted = np.where(accepted >= 0, token_ids[rows, accepted], last)
@@ -182,7 +182,7 @@ TREES = {
     "tree_accepts_everything": of_trees(
         "tree: the first child of every node is accepted.",
         "Compare a uniform number with p / q at every node.",
-        TreeVerifier(accept=lambda node, weights, draft, token: np.ones(len(token))),
+        TreeVerifier(accept=lambda node, draft: np.ones(len(node.token))),
     ),
     "tree_row_of_the_parent": of_trees(
         "tree: children are judged by the row of their grandparent.",
@@ -199,13 +199,13 @@ TREES = {
     "tree_last_token_from_target": of_trees(
         "tree: after all siblings failed the token is drawn from p, not from the residual.",
         "Draw it from what is left of p after the failed siblings.",
-        *of_both(final=lambda node, weights: node.target),
+        *of_both(final=lambda node: node.target),
     ),
     "tree_siblings_by_the_whole_row": of_trees(
         "tree: each sibling is judged by p / q of the whole row, with one residual at the end or none.",
         "After a failed sibling replace p by the residual; siblings that were not drawn are judged without q.",
-        TreeVerifier(accept=ratio_of_row, final=lambda node, weights: residual(node.target, node.draft)),
-        TreeVerifier(accept=ratio_of_row, final=lambda node, weights: node.target),
+        TreeVerifier(accept=ratio_of_row, final=lambda node: residual(node.target, node.draft)),
+        TreeVerifier(accept=ratio_of_row, final=lambda node: node.target),
         source="TensorRT-LLM pull request 12588",
     ),
     "tree_siblings_in_the_order_of_q": of_trees(
@@ -227,7 +227,7 @@ TREES = {
     "tree_judged_as_without_replacement": of_trees(
         "tree: siblings are drawn independently, and judged as if drawn without replacement.",
         "Leave the failed siblings in q.",
-        TreeVerifier(q=without_tried),
+        TreeVerifier(q=lambda node: normalised(np.where(node.tried > 0, 0, node.draft), node.draft)),
     ),
     "tree_one_uniform_for_siblings": of_trees(
         "tree: one uniform number decides about all siblings of a node.",
@@ -238,7 +238,10 @@ TREES = {
         "tree: the target's token is drawn again for each sibling that it is compared with, and again at the end.",
         "Draw one token from the target's row at each node, compare it with all siblings, and emit it.",
         TreeVerifier(
-            accept=target_probability, final=lambda node, weights: node.target, skip_equal=False, uses_q=False
+            accept=lambda node, draft: node.of_token(node.target),
+            final=lambda node: node.target,
+            skip_equal=False,
+            uses_q=False,
         ),
     ),
     "tree_coin_used_again": of_trees(
