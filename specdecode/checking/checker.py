@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from specdecode.checking import cases, greedy, trees
-from specdecode.checking.cases import ALIKE, DEFAULT_REQUESTS, DOUBLED, HISTORY, Case
+from specdecode.checking.cases import ALIKE, DEFAULT_REQUESTS, DOUBLED, MAIN, Case
 from specdecode.checking.findings import Finding, findings, loss, next_tokens, pairs
 from specdecode.checking.notes import (
     drafts_fit,
@@ -135,7 +135,7 @@ def suspects_of(session: Session, checks: list[Check]) -> list[str]:
     differ = any(each.p_value is not None for each in failed)
     if known or names & set(cases.INDEPENDENCE) or not differ:
         return [*known, *shown]  # where requests are not independent, their distribution tells nothing
-    main = outcomes.get(HISTORY.name)
+    main = outcomes.get(MAIN.name)
     if subject.draft is not None and main is not None and left_out(settings.models(settings.cases[0]), main):
         return ["drafts_left_out", *shown]
     cases_failed = {case.name for case in settings.cases if any(asks(each, case.name) for each in names)}
@@ -161,7 +161,7 @@ def asks(only: str | None, name: str) -> bool:
     if only is None or only == name or only.startswith(f"{name}:"):
         return True
     main = only in ("first token", "bonus token", "acceptance") or (only.startswith("token ") and only[6:].isdigit())
-    return name == HISTORY.name and main
+    return name == MAIN.name and main
 
 
 def ask(session: Session, only: str | None) -> None:
@@ -171,12 +171,12 @@ def ask(session: Session, only: str | None) -> None:
         if not asks(only, case.name):
             continue
         if settings.allow is not None and only is None and case.name in cases.NOT_FOR_LOSSY:
-            session.leave_out(case.name, cases.LOSSY)
+            session.leave_out(case.name, cases.LOSSY_REASON)
             continue
         session.progress.say(case.name)
         ask_case(session, case, only)
         session.note_nan(case.name)
-        if case.name == HISTORY.name and "joint" not in session.outcomes:
+        if case.name == MAIN.name and "joint" not in session.outcomes:
             return  # a verifier that fails here fails everywhere alike
     if asks(only, cases.GREEDY) and not settings.tree and (settings.allow is None or only):
         session.progress.say(cases.GREEDY)
@@ -208,9 +208,9 @@ def ask_case(session: Session, case: Case, only: str | None) -> None:
     try:
         outcome = run.steps(session.settings.size(case.share))
     except OutputError as error:
-        fixed_length = case.how.drafts == "ragged" and not subject.takes & cases.EACH_REQUESTS
+        fixed_length = case.how.drafts == "ragged" and not subject.takes & cases.PER_REQUEST
         if fixed_length and not error.raised and only is None:
-            session.leave_out(case.name, cases.FIXED)
+            session.leave_out(case.name, cases.FIXED_LENGTH)
         else:
             session.fail(case.name, error, case.may_refuse)
         return
@@ -269,13 +269,13 @@ def calls_differ(paired: Finding, in_first_place: Ids, in_any: Ids) -> Finding:
         return paired._replace(p_value=min(1.0, 2 * before))
     shares = [np.bincount(tokens).max() / len(tokens) for tokens in (in_first_place, in_any)]
     seen = f"the first place of a call has one token in {shares[0]:.1%} of calls, any place in {shares[1]:.1%}"
-    return paired._replace(p_value=min(1.0, 2 * fit.p_value), seen=seen)
+    return paired._replace(p_value=min(1.0, 2 * fit.p_value), difference=seen)
 
 
 def ask_steps(session: Session) -> None:
     """Two steps of a request with one seed, and two requests with the same seed + position, must be independent."""
     names = (cases.STEPS, cases.LAST, cases.SUMS)
-    if cases.EACH_REQUESTS - session.subject.takes:
+    if cases.PER_REQUEST - session.subject.takes:
         for name in names:
             session.leave_out(name, "verify does not take seeds and positions.")
         return

@@ -26,7 +26,7 @@ WASTE = 0.75
 """Fewer accepted drafts than this share of what token verification accepts are noted."""
 
 
-MOST_GROUPS = 8
+MAX_GROUPS = 8
 """Tokens of a pair are compared in as many groups at most: of a large vocabulary most pairs are never seen."""
 
 
@@ -38,9 +38,9 @@ class Finding(NamedTuple):
     passed: bool
     """The result if there is no p-value."""
 
-    what: str
-    seen: str = ""
-    """The difference, reported if it failed."""
+    description: str
+    difference: str = ""
+    """Reported if it failed."""
 
     fit: Fit | None = None
     notes: tuple[str, ...] = ()
@@ -63,14 +63,14 @@ class Finding(NamedTuple):
         return Check(self.name, self.verdict(threshold), self.p_value, self.detail(threshold), answered)
 
     def detail(self, threshold: float) -> str:
-        """Say what was compared, and how small an error would have been seen, or what was."""
+        """Return the description with the smallest error that it sees, or with the difference if it failed."""
         if not self.verdict(threshold):
-            return "\n".join(filter(None, (self.what, self.seen)))
+            return "\n".join(filter(None, (self.description, self.difference)))
         if self.fit is None:
-            return self.what + self.within
+            return self.description + self.within
         if not self.fit.degrees:
-            return self.what + ("" if self.certain else ": not tested, too few requests")
-        return f"{self.what}; sees a total variation of {detectable(self.fit.degrees, self.fit.size, threshold):.3f}"
+            return self.description + ("" if self.certain else ": not tested, too few requests")
+        return f"{self.description}; sees a total variation of {detectable(self.fit.degrees, self.fit.size, threshold):.3f}"
 
 
 def findings(case: Case, models: Models, outcome: Outcome, drafts_are_drawn: bool) -> list[Finding]:
@@ -108,8 +108,8 @@ def joint(case: Case, models: Models, outcome: Outcome) -> Finding:
     if len(expected) == vocab**length:
         index = int(deviations(counts, expected * counts.sum()).argmax())
         text = [int(index // vocab**i % vocab) for i in reversed(range(length))]
-        rows = rows_of(models, text) if case.name == "joint" else ""
-        seen.append(f"tokens {text}: {said(counts[index], counts.sum(), expected[index])}{rows}")
+        rows = rows_text(models, text) if case.name == "joint" else ""
+        seen.append(f"tokens {text}: {compared(counts[index], counts.sum(), expected[index])}{rows}")
     if case.name != "joint":
         seen.append(max(worst_token(case, models, outcome, place) for place in range(length))[1])
     return Finding(name_of(case, "joint"), fit.p_value, True, what, "; ".join(seen), fit, certain=certain)
@@ -153,10 +153,10 @@ def worst_token(case: Case, models: Models, outcome: Outcome, place: int) -> tup
     far = deviations(counts, expected * totals)
     state, value = divmod(int(far.argmax()), models.vocab_size)
     seen = f"after {text_of(models, state, place)}, token {value}: "
-    seen += said(counts[state, value], int(totals[state, 0]), expected[state, value])
-    seen += "\nits row: p = " + shown_row(expected[state])
+    seen += compared(counts[state, value], int(totals[state, 0]), expected[state, value])
+    seen += "\nits row: p = " + row_text(expected[state])
     if place < models.num_draft_tokens and case.how.draft_logits:
-        seen += ", q = " + shown_row(models.draft_probs[place][state])
+        seen += ", q = " + row_text(models.draft_probs[place][state])
     return float(far.max()), seen
 
 
@@ -192,19 +192,19 @@ def loss(case: Case, models: Models, outcome: Outcome, allow: float) -> tuple[Fi
     return Finding(case.name, p_value, True, what, f"more than {allow:g} is certain"), (low, estimate, high)
 
 
-def rows_of(models: Models, text: list[int]) -> str:
+def rows_text(models: Models, text: list[int]) -> str:
     """Write the rows of p and q before each token of a text."""
     state, target, draft = 0, [], []
     for i, token in enumerate(text):
-        target.append(shown_row(models.target_probs[i][state]))
-        draft += [shown_row(rows[state]) for rows in models.draft_probs[i : i + 1]]
+        target.append(row_text(models.target_probs[i][state]))
+        draft += [row_text(rows[state]) for rows in models.draft_probs[i : i + 1]]
         state = int(models.following[i][state, token])
     return f"\nits rows: p = {', '.join(target)}\n          q = {', '.join(draft)}"
 
 
-def shown_row(row: Floats) -> str:
+def row_text(row: Floats) -> str:
     """Write the first probabilities of a row to three digits."""
-    return f"[{' '.join(f'{each:.3f}' for each in row[:MOST_GROUPS])}{' ...' * (len(row) > MOST_GROUPS)}]"
+    return f"[{' '.join(f'{each:.3f}' for each in row[:MAX_GROUPS])}{' ...' * (len(row) > MAX_GROUPS)}]"
 
 
 def text_of(models: Models, state: int, length: int) -> str:
@@ -249,7 +249,7 @@ def acceptance(case: Case, models: Models, outcome: Outcome) -> Finding:
 def pairs(name: str, what: str, tokens: Counts, vocab_size: int) -> Finding:
     """Pairs of tokens, [n, 2], that must be independent, whatever their distribution is."""
     one, two = tokens.T
-    groups = min(vocab_size, MOST_GROUPS)
+    groups = min(vocab_size, MAX_GROUPS)
     table = np.bincount(one % groups * groups + two % groups, minlength=groups**2).reshape(groups, groups)
     fit = independence(table)
     shares = [np.bincount(tokens, minlength=vocab_size) / len(tokens) for tokens in (one, two)]
@@ -273,7 +273,7 @@ def next_tokens(name: str, outcomes: Counts, following: Counts, vocab_size: int)
     accepted, last, first = (int(index) for index in np.unravel_index(far.argmax(), far.shape))
     tokens = ["token 0", f"a token from 1 to {vocab_size // 2}", f"a token from {vocab_size // 2 + 1}"]
     seen = f"after {accepted} accepted drafts and {tokens[last]}, the next step begins with {tokens[first]}: "
-    seen += said(table[accepted, last, first], int(totals[accepted, last]), shares[first])
+    seen += compared(table[accepted, last, first], int(totals[accepted, last]), shares[first])
     fit = independence(table[totals > 0][:, shares > 0])
     what = "a step's last token and the first of the next step are independent"
     return Finding(name, fit.p_value, True, what, seen, fit)
@@ -284,6 +284,6 @@ def deviations(counts: NDArray[np.int64], mean: Floats) -> Floats:
     return np.where(mean > 0, (counts - mean) ** 2 / np.maximum(mean, 1), np.where(counts > 0, np.inf, 0))
 
 
-def said(count: int, total: int, probability: float) -> str:
+def compared(count: int, total: int, probability: float) -> str:
     """Compare a count with its probability."""
     return f"{count / max(1, total):.4f}, expected {probability:.4f} ({count:,} of {total:,})"

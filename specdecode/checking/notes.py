@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specdecode.checking.cases import ALIKE, HISTORY
+from specdecode.checking.cases import ALIKE, MAIN
 from specdecode.checking.findings import Finding
 from specdecode.checking.models import Models
 from specdecode.checking.runs import Outcome, fresh
@@ -10,7 +10,7 @@ from specdecode.checking.settings import Session
 from specdecode.checking.statistics import detectable, goodness_of_fit
 from specdecode.checking.subject import Ids, OutputError
 
-MOST_DEVIATIONS = 6
+MAX_DEVIATIONS = 6
 """A token that is drafted more often than expected by more standard deviations was not drawn from its row."""
 
 SUSPICIOUS = 1e-6
@@ -63,7 +63,7 @@ def left_out(models: Models, outcome: Outcome) -> bool:
     for i, probs in enumerate(models.draft_probs):
         visits = np.bincount(outcome.draft_states[reached, i], minlength=len(probs))[:, None]
         expected = probs * visits
-        if (draft_counts(models, outcome, i) > expected + MOST_DEVIATIONS * np.sqrt(expected + 1)).any():
+        if (draft_counts(models, outcome, i) > expected + MAX_DEVIATIONS * np.sqrt(expected + 1)).any():
             return False
         reached = outcome.given > i
     return True
@@ -90,7 +90,7 @@ def note_seeds(session: Session) -> None:
     """Report whether a seed fixes the tokens, in every batch, place and order."""
     if "seeds" not in session.subject.takes:
         return
-    run = session.run(HISTORY, "seeds")
+    run = session.run(MAIN, "seeds")
     seeds, positions = fresh(PROBES, run.random)
     order = run.random.permutation(PROBES)[: PROBES // 2]
     try:

@@ -32,10 +32,10 @@ TEXTS = (
 )
 """Continued by default. In the logs of random draws, drafters that copy earlier text have something to copy."""
 
-LOW = 0.6
+LOW_TEMPERATURE = 0.6
 """The temperature of every third prompt; the others have 1."""
 
-BATCH, NUM_TOKENS, LEAST_SAMPLES = 16, 8, 40
+BATCH, NUM_TOKENS, MIN_SAMPLES = 16, 8, 40
 """Samples of a request; tokens of a sample; a prefix seen as often is compared with its one-token request."""
 
 Listed = dict[int, float]
@@ -143,10 +143,10 @@ class Run:
 
     def __init__(self, server: Server, prompts: Sequence[list[int]], shown: Progress) -> None:
         self.server, self.prompts, self.shown = server, prompts, shown
-        self.temperatures = [LOW if prompt % 3 == 2 else 1.0 for prompt in range(len(prompts))]
+        self.temperatures = [LOW_TEMPERATURE if prompt % 3 == 2 else 1.0 for prompt in range(len(prompts))]
         self.texts: list[Context] = []
         self.own, self.by_prefix, self.without_rows = Evidence(), Evidence(), 0
-        plain, scaled = (server.rows(prompts[-1:], temperature)[0] for temperature in (1.0, LOW))
+        plain, scaled = (server.rows(prompts[-1:], temperature)[0] for temperature in (1.0, LOW_TEMPERATURE))
         raw = all(abs(scaled.get(token, logprob) - logprob) < 0.1 for token, logprob in plain.items())
         self.to_scale = self.temperatures if raw else [1.0] * len(prompts)
 
@@ -182,7 +182,7 @@ class Run:
                 counts[text[:end]][text[end]] += 1
         rows: dict[Context, Row] = {}
         for prompt, temperature in enumerate(self.temperatures):
-            contexts = [each for each in counts if each[0] == prompt and counts[each].total() >= LEAST_SAMPLES]
+            contexts = [each for each in counts if each[0] == prompt and counts[each].total() >= MIN_SAMPLES]
             texts = [[*self.prompts[prompt], *context[1:]] for context in contexts]
             for context, listed in zip(contexts, self.server.rows(texts, temperature)):
                 rows[context] = make_row(listed, self.server.top_logprobs, self.to_scale[prompt])

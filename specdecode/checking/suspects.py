@@ -15,7 +15,7 @@ import numpy as np
 from scipy.special import chdtrc, chdtri
 
 from specdecode.checking import greedy
-from specdecode.checking.cases import GREEDY, HISTORY, IN_A_CALL, INDEPENDENCE, LAST, STEPS, Case
+from specdecode.checking.cases import GREEDY, IN_A_CALL, INDEPENDENCE, LAST, MAIN, STEPS, Case
 from specdecode.checking.mistakes import MISTAKES
 from specdecode.checking.models import Models
 from specdecode.checking.runs import Outcome, Run
@@ -23,16 +23,16 @@ from specdecode.checking.settings import Settings
 from specdecode.checking.statistics import homogeneity
 from specdecode.checking.subject import Arguments, Ids, Subject
 
-FITS = 1e-5
+MIN_P_VALUE = 1e-5
 """A mistake is left out if it differs with a smaller p-value, in all or in one case."""
 
-SHARED = 0.6
+MIN_SHARED = 0.6
 """At temperature 0 a mistake is left out if fewer of its kinds of error, and of those that were seen, are of both."""
 
-LOOKS = (2_000, 20_000)
+FIRST_SIZES = (2_000, 20_000)
 """Requests of the first comparisons, which leave most mistakes out."""
 
-MOST = 4
+MAX_NAMED = 4
 """Named at most."""
 
 
@@ -67,9 +67,9 @@ def by_greedy(subject: Subject, arguments: Arguments, tokens: Ids) -> list[str]:
             kinds, own_kinds = {*seen[seen > 0]}, {*own[own > 0]}
             shared = len(kinds & own_kinds) / len(kinds | own_kinds)
             counts = [np.bincount(each, minlength=greedy.DIVIDED + 1) for each in (seen, own)]
-            if shared >= SHARED:
+            if shared >= MIN_SHARED:
                 distances[name] = -shared, int(abs(counts[0] - counts[1]).sum())
-    return sorted(distances, key=lambda name: distances[name])[:MOST]
+    return sorted(distances, key=lambda name: distances[name])[:MAX_NAMED]
 
 
 def by_distribution(
@@ -87,7 +87,7 @@ def by_distribution(
             distance = compared(simulated, subject, settings, outcomes, failed)
             if distance is not None:
                 distances[name] = min(distance, distances.get(name, distance))
-    return sorted(distances, key=lambda name: distances[name])[:MOST]
+    return sorted(distances, key=lambda name: distances[name])[:MAX_NAMED]
 
 
 def compared(
@@ -98,29 +98,29 @@ def compared(
     None: it does not fit. The main case must fit, and one of those that failed.
     """
     fits, differing = [], ""
-    for case, requests in looks(settings.cases, outcomes, failed):
+    for case, requests in comparisons(settings.cases, outcomes, failed):
         models, seen = settings.models(case), outcomes[case.name]
         how = case.how._replace(draft_logits=case.how.draft_logits and "draft_logits" in subject.takes)
         own = Run(simulated, models, how, settings.random(case.name, purpose=1)).steps(requests)
         fit = homogeneity(cells(models, seen, requests), cells(models, own, requests))
         explained = not seen.impossible(models) or own.impossible(models) > 0
-        if fit.p_value < FITS or not explained:
-            if differing or case.name == HISTORY.name or failed == {case.name}:
+        if fit.p_value < MIN_P_VALUE or not explained:
+            if differing or case.name == MAIN.name or failed == {case.name}:
                 return None
             differing = case.name
         elif requests == len(seen.tokens):
             fits.append(fit)
     degrees = sum(fit.degrees for fit in fits)
     statistic = float(sum(chdtri(fit.degrees, fit.p_value) for fit in fits if fit.degrees))
-    if degrees and chdtrc(degrees, statistic) < FITS:
+    if degrees and chdtrc(degrees, statistic) < MIN_P_VALUE:
         return None
     return bool(differing), (statistic - degrees) / max(1.0, (2 * degrees) ** 0.5)
 
 
-def looks(cases: Sequence[Case], outcomes: Mapping[str, Outcome], failed: set[str]) -> list[tuple[Case, int]]:
+def comparisons(cases: Sequence[Case], outcomes: Mapping[str, Outcome], failed: set[str]) -> list[tuple[Case, int]]:
     """Return the cases with their numbers of requests to compare: the most informative per cost come first."""
     sizes = {case: len(outcomes[case.name].tokens) for case in cases if case.name in outcomes}
-    first = [(case, look) for case in cases[:1] for look in LOOKS if look < sizes.get(case, 0)]
+    first = [(case, size) for case in cases[:1] for size in FIRST_SIZES if size < sizes.get(case, 0)]
     return first + sorted(sizes.items(), key=lambda each: (each[0].name not in failed, each[1]))
 
 
