@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from specdecode.checking import trees
 from specdecode.checking.cases import Case
-from specdecode.checking.models import Models, softmax
+from specdecode.checking.models import Models, count, softmax
 from specdecode.checking.report import Check
 from specdecode.checking.runs import Outcome
 from specdecode.checking.statistics import (
@@ -140,10 +140,9 @@ def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
 
 
 def token_counts(models: Models, outcome: Outcome, place: int) -> Counts:
-    """Count the tokens of a place in each state, where all tokens before it are accepted drafts: [states, V]."""
-    there, shape = outcome.accepted >= place, models.target[place].shape
-    cells = outcome.states[there, place] * models.vocab_size + outcome.tokens[there, place]
-    return np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
+    """Return the counts of the tokens of a place in each state, where all tokens before it are accepted drafts."""
+    there = outcome.accepted >= place
+    return count(outcome.states[there, place], outcome.tokens[there, place], models.target[place].shape)
 
 
 def worst_token(case: Case, models: Models, outcome: Outcome, place: int) -> tuple[float, str]:
@@ -170,9 +169,7 @@ def loss(case: Case, models: Models, outcome: Outcome, allow: float) -> tuple[Fi
     for place in range(models.num_draft_tokens + 1):
         for half in range(2):
             tokens, states = outcome.tokens[half::2, place], outcome.states[half::2, place]
-            cells = states[tokens != -1] * models.vocab_size + tokens[tokens != -1]
-            shape = models.target_probs[place].shape
-            halves[half].append(np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape))
+            halves[half].append(count(states[tokens != -1], tokens[tokens != -1], models.target[place].shape))
     one, other = (np.concatenate(half) for half in halves)
     expected = np.concatenate(models.target_probs)
     estimate, exact = distance(one + other, expected)
@@ -208,7 +205,7 @@ def row_text(row: Floats) -> str:
 
 
 def text_of(models: Models, state: int, length: int) -> str:
-    """Say which text a state is."""
+    """Return the text of a state, as the report shows it."""
     if len(models.target[length]) < models.vocab_size**length:
         return "some texts"
     return str([int(state // models.vocab_size**i % models.vocab_size) for i in reversed(range(length))])

@@ -4,7 +4,7 @@ import numpy as np
 
 from specdecode.checking.cases import ALIKE, MAIN
 from specdecode.checking.findings import Finding
-from specdecode.checking.models import Models
+from specdecode.checking.models import Models, count
 from specdecode.checking.runs import Outcome, fresh
 from specdecode.checking.settings import Session
 from specdecode.checking.statistics import detectable, goodness_of_fit
@@ -24,7 +24,7 @@ PROBES = 64
 
 
 def few_requests(first: Finding, threshold: float) -> list[str]:
-    """Say so if even a gross error of what the first question asks may pass."""
+    """Return a note if even a gross error may pass the first question."""
     if first.fit is None or first.certain:
         return []
     seen = detectable(first.fit.degrees, first.fit.size, threshold)
@@ -45,11 +45,9 @@ def drafts_fit(models: Models, outcome: Outcome) -> bool:
 
 
 def draft_counts(models: Models, outcome: Outcome, i: int) -> Ids:
-    """Count the tokens of draft i in each state: [states, V]."""
+    """Return the counts of the tokens of draft i in each state, [states, V]."""
     there = outcome.given > i
-    shape = models.draft[i].shape
-    cells = outcome.draft_states[there, i] * shape[1] + outcome.drafts[there, i]
-    return np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
+    return count(outcome.draft_states[there, i], outcome.drafts[there, i], models.draft[i].shape)
 
 
 def left_out(models: Models, outcome: Outcome) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdecode.checking import trees
-from specdecode.checking.models import How, Models, draw
+from specdecode.checking.models import How, Models, pick
 from specdecode.checking.subject import Arguments, Ids, Subject, given_drafts
 
 MAX_REQUESTS = 8192
@@ -80,7 +80,7 @@ class Run:
                 options = {"temperature": models.temperature, "seeds": seeds, "positions": positions + i}
                 drafts[:, i] = self.subject.call_draft(models.draft[i][here], i, options)
             else:
-                drafts[:, i] = draw(models.draft_probs[i][here], self.random)
+                drafts[:, i] = pick(models.draft_probs[i][here], self.random.random(requests))
             states[:, i + 1] = models.following[i][here, np.maximum(drafts[:, i], 0)]
         given = given_drafts(drafts)
         if how.drafts == "ragged":
@@ -107,13 +107,13 @@ class Run:
         return Arguments(target, drafts, logits, float(models.temperature), seeds, positions, links)
 
     def complete(self, tokens: Ids) -> tuple[Ids, Ids]:
-        """Let the target draw what is missing; return the tokens and their states."""
+        """Return the tokens, continued by draws from the target to K + 1, and their states."""
         completed = tokens.copy()
         states = np.zeros((len(tokens), tokens.shape[1] + 1), dtype=np.int64)
         for i, rows in enumerate(self.models.target_probs):
             here = states[:, i]
             missing = completed[:, i] == -1
-            completed[missing, i] = draw(rows[here[missing]], self.random)
+            completed[missing, i] = pick(rows[here[missing]], self.random.random(missing.sum()))
             states[:, i + 1] = self.models.following[i][here, completed[:, i]]
         return completed, states
 

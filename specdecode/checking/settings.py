@@ -135,7 +135,7 @@ class Session:
         return left_out + self.notes + [note for each in self.findings for note in each.notes]
 
     def fail(self, name: str, error: OutputError, may_refuse: bool = False) -> None:
-        """Take an error as the answer, or as a refusal to be asked. An exception that proves a mistake is no refusal."""
+        """Add an error as a finding, or as a refusal. An exception that proves a mistake is no refusal."""
         if may_refuse and error.raised and not error.suspect:
             self.leave_out(name, f"{str(error).splitlines()[0]}.")
             return

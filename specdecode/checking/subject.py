@@ -325,7 +325,7 @@ def integers(output: Any, shape: tuple[int, ...]) -> Ids | str:
 
 
 def fields(output: Any) -> str:
-    """Say what a tuple, a dictionary or a dataclass holds, "" for anything else."""
+    """Return the types of the fields of a tuple, a dictionary or a dataclass; "" for anything else."""
     if isinstance(output, dict):
         names, values = [f"{name}: " for name in output], [*output.values()]
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):

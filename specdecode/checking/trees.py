@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specdecode.checking.models import Floats, How, Ids, Models, draw, point_mass, softmax
+from specdecode.checking.models import Floats, How, Ids, Models, pick, point_mass, softmax
 
 MAX_TEXTS = 2**20
 
@@ -73,7 +73,7 @@ def draft(models: Models, how: How, requests: int, random: np.random.Generator) 
         if depth[node] > 0:
             parent, level = how.parents[node], depth[node] - 1
             probs = chances(models, how, level, below[parent].index(node))
-            tokens[:, node] = draw(probs[states[:, parent]], random)
+            tokens[:, node] = pick(probs[states[:, parent]], random.random(requests))
             states[:, node] = models.following[level][states[:, parent], tokens[:, node]]
     return tokens, states
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specdecode.checking.models import Floats, Logits, point_mass, softmax
+from specdecode.checking.models import Floats, Logits, pick, point_mass, softmax
 from specdecode.checking.subject import Ids, given_drafts
 
 Bools = NDArray[np.bool_]
@@ -90,13 +90,6 @@ def hashed(seeds: Ids, positions: Ids, offset: int, use: int) -> Floats:
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         state ^= state >> np.uint64(31)
     return ((state >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
-
-
-def pick(weights: Floats, uniform: Floats) -> Ids:
-    """Draw a token from each row of weights."""
-    sums = weights.cumsum(axis=1)
-    token = (sums <= uniform[:, None] * sums[:, -1:]).sum(axis=1)
-    return np.asarray(np.minimum(token, weights.shape[1] - 1), dtype=np.int64)
 
 
 def log(probs: Floats) -> Floats:

@@ -7,9 +7,9 @@ import numpy as np
 
 from specdecode.checking.mistakes import MISTAKES
 from specdecode.checking.mistakes.trees import REJECTION, TARGET_ONLY, TREE
-from specdecode.checking.models import softmax
+from specdecode.checking.models import pick, softmax
 from specdecode.checking.trees import depths
-from specdecode.checking.verifiers import BLOCKS, STRICT, TOKENS, Drafter, Step, Use, Verifier, hashed, pick
+from specdecode.checking.verifiers import BLOCKS, STRICT, TOKENS, Drafter, Step, Use, Verifier, hashed
 
 
 @dataclass(frozen=True)

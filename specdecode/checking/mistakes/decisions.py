@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from specdecode.checking.mistakes.record import wrong
-from specdecode.checking.models import Floats
+from specdecode.checking.models import Floats, pick
 from specdecode.checking.verifiers import (
     BLOCKS,
     STRICT,
@@ -19,7 +19,6 @@ from specdecode.checking.verifiers import (
     block_verifier,
     last_row,
     leading,
-    pick,
     pick_by_gumbel,
     ratio,
     residual,

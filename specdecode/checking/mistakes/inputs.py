@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from specdecode.checking.mistakes.record import wrong
-from specdecode.checking.models import Floats, Logits, softmax
+from specdecode.checking.models import Floats, Logits, pick, softmax
 from specdecode.checking.subject import Ids
 from specdecode.checking.verifiers import (
     TOKENS,
@@ -16,7 +16,6 @@ from specdecode.checking.verifiers import (
     Use,
     Verifier,
     last_row,
-    pick,
     pick_by_gumbel,
     ratio,
     residual,

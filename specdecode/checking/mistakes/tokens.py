@@ -6,9 +6,9 @@ import numpy as np
 
 from specdecode.checking.mistakes.inputs import unscaled
 from specdecode.checking.mistakes.record import wrong
-from specdecode.checking.models import Floats, point_mass
+from specdecode.checking.models import Floats, pick, point_mass
 from specdecode.checking.subject import Ids
-from specdecode.checking.verifiers import Step, Use, Verifier, or_target, pick, residual
+from specdecode.checking.verifiers import Step, Use, Verifier, or_target, residual
 
 MIN_P, CONSTANT = 0.2, 1e-3
 DRAW_RESIDUAL = "Draw it with weights max(0, p - q)."

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdecode.checking.mistakes.record import wrong
-from specdecode.checking.models import Floats, Logits, point_mass, softmax
+from specdecode.checking.models import Floats, Logits, pick, point_mass, softmax
 from specdecode.checking.subject import Ids
 from specdecode.checking.trees import children, depths
-from specdecode.checking.verifiers import Use, hashed, pick
+from specdecode.checking.verifiers import Use, hashed
 
 TREE = (-1, 0, 0, 1, 1)
 
