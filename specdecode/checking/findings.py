@@ -35,9 +35,6 @@ class Finding(NamedTuple):
 
     name: str
     p_value: float | None
-    passed: bool
-    """The result if there is no p-value."""
-
     description: str
     difference: str = ""
     """Reported if it failed."""
@@ -46,6 +43,9 @@ class Finding(NamedTuple):
     notes: tuple[str, ...] = ()
     suspect: str = ""
     """The id of the known mistake that an error shows."""
+
+    passed: bool = True
+    """The result if there is no p-value."""
 
     certain: bool = False
     """Whether there is only one right outcome: then one other is proof."""
@@ -112,7 +112,7 @@ def joint(case: Case, models: Models, outcome: Outcome) -> Finding:
         seen.append(f"tokens {text}: {compared(counts[index], counts.sum(), expected[index])}{rows}")
     if case.name != "joint":
         seen.append(max(worst_token(case, models, outcome, place) for place in range(length))[1])
-    return Finding(name_of(case, "joint"), fit.p_value, True, what, "; ".join(seen), fit, certain=certain)
+    return Finding(name_of(case, "joint"), fit.p_value, what, "; ".join(seen), fit, certain=certain)
 
 
 def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
@@ -136,7 +136,7 @@ def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
     requests = len(outcome.tokens)
     if place == models.num_draft_tokens and place and not counts.any() and requests > 1000:
         notes = (f"{case.name}: no bonus token was seen in {requests:,} requests.",)
-    return Finding(name_of(case, statistic), fit.p_value, True, what, seen, fit, notes)
+    return Finding(name_of(case, statistic), fit.p_value, what, seen, fit, notes)
 
 
 def token_counts(models: Models, outcome: Outcome, place: int) -> Counts:
@@ -186,7 +186,7 @@ def loss(case: Case, models: Models, outcome: Outcome, allow: float) -> tuple[Fi
     if "acceptance" in case.statistics and models.num_draft_tokens and not case.how.parents:
         by_tokens = models.most_accepted(models.draft_probs)
         what += f", token verification {by_tokens[0]:.3f}" if by_tokens else ""
-    return Finding(case.name, p_value, True, what, f"more than {allow:g} is certain"), (low, estimate, high)
+    return Finding(case.name, p_value, what, f"more than {allow:g} is certain"), (low, estimate, high)
 
 
 def rows_text(models: Models, text: list[int]) -> str:
@@ -221,7 +221,7 @@ def acceptance(case: Case, models: Models, outcome: Outcome) -> Finding:
     mean, requests = float(outcome.accepted.mean()), len(outcome.accepted)
     what = f"{mean:.3f} accepted drafts a step"
     if most is None:
-        return Finding(name_of(case, "acceptance"), None, True, f"{what}; too many texts to say what is possible")
+        return Finding(name_of(case, "acceptance"), None, f"{what}; too many texts to say what is possible")
     by_tokens, best = most
     what += f"; {method} {by_tokens:.3f}, an exact method {best:.3f} at most"
     scale = models.num_draft_tokens
@@ -231,16 +231,8 @@ def acceptance(case: Case, models: Models, outcome: Outcome) -> Finding:
     if mean < WASTE * by_tokens:
         share = mean / by_tokens
         notes = (f"{case.name}: it accepts {share:.0%} of the drafts that {method} accepts. This is waste, no error.",)
-    return Finding(
-        name_of(case, "acceptance"),
-        p_value,
-        True,
-        what,
-        "more than an exact method can accept",
-        None,
-        notes,
-        within=within,
-    )
+    difference, name = "more than an exact method can accept", name_of(case, "acceptance")
+    return Finding(name, p_value, what, difference, notes=notes, within=within)
 
 
 def pairs(name: str, what: str, tokens: Counts, vocab_size: int) -> Finding:
@@ -251,7 +243,7 @@ def pairs(name: str, what: str, tokens: Counts, vocab_size: int) -> Finding:
     fit = independence(table)
     shares = [np.bincount(tokens, minlength=vocab_size) / len(tokens) for tokens in (one, two)]
     expected = float((shares[0] * shares[1]).sum())
-    return Finding(name, fit.p_value, True, what, f"equal in {(one == two).mean():.1%}, expected {expected:.1%}", fit)
+    return Finding(name, fit.p_value, what, f"equal in {(one == two).mean():.1%}, expected {expected:.1%}", fit)
 
 
 def next_tokens(name: str, outcomes: Counts, following: Counts, vocab_size: int) -> Finding:
@@ -273,7 +265,7 @@ def next_tokens(name: str, outcomes: Counts, following: Counts, vocab_size: int)
     seen += compared(table[accepted, last, first], int(totals[accepted, last]), shares[first])
     fit = independence(table[totals > 0][:, shares > 0])
     what = "a step's last token and the first of the next step are independent"
-    return Finding(name, fit.p_value, True, what, seen, fit)
+    return Finding(name, fit.p_value, what, seen, fit)
 
 
 def deviations(counts: NDArray[np.int64], mean: Floats) -> Floats:

@@ -57,7 +57,7 @@ def compared(subject: Subject, arguments: Arguments, tokens: Ids) -> Finding:
     possible = np.cumprod(arguments.draft_token_ids == best[:, :-1], axis=1).sum(axis=1).mean()
     what = f"every token is the argmax; {emitted.sum(axis=1).mean() - 1:.3f} accepted drafts a step, {possible:.3f} possible"
     if not wrong.any():
-        return Finding(GREEDY, None, True, what, certain=True)
+        return Finding(GREEDY, None, what, certain=True)
     kinds = [
         f"{wrong[role == i].sum()} of {(role == i).sum()} {name}"
         for i, name in enumerate(ROLES)
@@ -69,7 +69,7 @@ def compared(subject: Subject, arguments: Arguments, tokens: Ids) -> Finding:
     seen = f"token {place + 1} of {tokens[request].tolist()}: expected {best[request, place]}{tie}; logits {array(row)}"
     call = f"request {request} of the {len(tokens)} of its call; alone it may be right:\n"
     call += subject.call_text(arguments, int(request))
-    return Finding(GREEDY, None, False, what, f"wrong: {', '.join(kinds)}\n{seen}\n{call}", certain=True)
+    return Finding(GREEDY, None, what, f"wrong: {', '.join(kinds)}\n{seen}\n{call}", passed=False, certain=True)
 
 
 def roles(arguments: Arguments, tokens: Ids) -> Ids:

@@ -238,7 +238,7 @@ def check_server(
     run.collect(samples, threshold)
     shown.say("one-token requests")
     fit, seen = run.prefixes(2, NUM_TOKENS)
-    found = [Finding("prefixes", fit.p_value, True, "tokens after frequent texts, by one-token requests", seen, fit)]
+    found = [Finding("prefixes", fit.p_value, "tokens after frequent texts, by one-token requests", seen, fit)]
     fit, control = run.prefixes(1, 1)
     notes = []
     if run.without_rows:
@@ -248,16 +248,16 @@ def check_server(
         counts = [f"{rank}: {n:,} ({due:,.0f})" for rank, n, due in zip(RANKS, ranks.observed, ranks.expected)]
         seen = f"tokens of rank (and expected): {', '.join(counts)}"
         found += [
-            Finding("ranks", ranks.fit.p_value, True, "the token's rank in its own row", seen, ranks.fit),
-            Finding("surprisal", p_value, True, f"{more:+.3f} nats a token above the entropy of its row"),
-            Finding("bets", math.exp(-run.own.best), True, "bets on ranks and tokens; valid whenever sampling stops"),
+            Finding("ranks", ranks.fit.p_value, "the token's rank in its own row", seen, ranks.fit),
+            Finding("surprisal", p_value, f"{more:+.3f} nats a token above the entropy of its row"),
+            Finding("bets", math.exp(-run.own.best), "bets on ranks and tokens; valid whenever sampling stops"),
         ]
-    found.append(Finding("first token", fit.p_value, True, "never a draft: the control", control, fit))
+    found.append(Finding("first token", fit.p_value, "never a draft: the control", control, fit))
     if against:
         other = Run(reference, ids, shown)
         other.collect(len(run.texts), 0.0)
         fit = two_samples(run.texts, other.texts)
-        found.append(Finding("against", fit.p_value, True, f"texts of two to four tokens, also of {against}", fit=fit))
+        found.append(Finding("against", fit.p_value, f"texts of two to four tokens, also of {against}", fit=fit))
     shown.end()
     checks = [each.judged(threshold) for each in found]
     suspects: list[str] = []

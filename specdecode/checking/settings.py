@@ -141,4 +141,4 @@ class Session:
             return
         nan_at_zero = name == GREEDY and error.suspect == "nan_probabilities"
         suspect = "greedy_divides_by_0" if nan_at_zero else error.suspect
-        self.findings.append(Finding(name, None, False, str(error), suspect=suspect))
+        self.findings.append(Finding(name, None, str(error), suspect=suspect, passed=False))
