@@ -35,7 +35,7 @@ def breaks_graph(function: Callable[Arguments, Result]) -> Callable[Arguments, R
     return call
 
 
-def to_verify(backend: Backend, method: str, batch: VerificationBatch) -> ModuleType:
+def verifier_of(backend: Backend, method: str, batch: VerificationBatch) -> ModuleType:
     """Return the backend's module that verifies a batch; `"auto"` falls back to eager if the kernels cannot.
 
     Raises:

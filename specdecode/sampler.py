@@ -508,7 +508,7 @@ class RejectionSampler:
         batch = check_verification(target_logits, draft_token_ids, draft_logits, **rows, **options)
         self._check_step(batch)
         batch = batch.greedy_if_equivalent(self.method)
-        backend = backends.to_verify(self.backend, self.method, batch)
+        backend = backends.verifier_of(self.backend, self.method, batch)
         if self.shard is not None:
             batch = sharding.for_warmup(self.shard, self._with_rows_read(batch))
         if backends.choose(self.backend, target_logits) is eager:
@@ -538,7 +538,8 @@ class RejectionSampler:
         """Verify a checked batch by a backend; with a shard, this rank's requests."""
         self._check_step(batch)
         batch = batch.greedy_if_equivalent(self.method)
-        backend = backends.to_verify(self.backend, self.method, batch)  # by all requests, so that all ranks agree
+        # Decided from all requests, so that all ranks agree.
+        backend = backends.verifier_of(self.backend, self.method, batch)
 
         def verify_rows(rows: VerificationBatch) -> SamplerOutput:
             output: SamplerOutput = backend.verify(self.method, rows, self.schedule)

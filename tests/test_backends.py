@@ -55,9 +55,9 @@ def test_auto_logs_once_why_a_call_is_not_for_the_kernels(caplog, monkeypatch):
             cannot = SimpleNamespace(why_not_verified=lambda method, batch, reason=reason: reason)
             monkeypatch.setattr(backends, "choose", lambda backend, logits, cannot=cannot: cannot)
             batch = SimpleNamespace(target_logits=None)
-            assert backends.to_verify("auto", "strict", batch) is backends.eager
+            assert backends.verifier_of("auto", "strict", batch) is backends.eager
             with pytest.raises(ValueError, match=reason):
-                backends.to_verify("triton", "strict", batch)
+                backends.verifier_of("triton", "strict", batch)
     assert caplog.messages == [f"the eager backend takes a call of 'auto': {reason}" for reason in reasons[1:]]
 
 

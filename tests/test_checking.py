@@ -7,15 +7,12 @@ from scipy.stats import binom, kstest
 from specdecode.checking import check, checker, models
 from specdecode.checking.cases import CASES, INDEPENDENCE
 from specdecode.checking.mistakes import MISTAKES
-from specdecode.checking.verifiers import BLOCKS, STRICT, TOKENS, Drafter, Use, Verifier
+from specdecode.checking.runs import Run
+from specdecode.checking.settings import Settings
+from specdecode.checking.subject import Subject
+from specdecode.checking.verifiers import STRICT, TOKENS, Drafter, Verifier
+from tests.support.planted import PLANTED, RIGHT, planted
 
-RIGHT = {
-    "tokens": (TOKENS, None),
-    "tokens-with-their-drafter": (TOKENS, Drafter()),
-    "blocks": (BLOCKS, Drafter()),
-    "strict": (STRICT, None),
-    "strict-with-shared-noise": (STRICT, Drafter(use=Use.OWN)),
-}
 SIZES = {"K1-V2": (1, 2), "K6-V4": (6, 4), "K2-V100": (2, 100)}
 
 
@@ -149,7 +146,7 @@ HIDDEN = {
     "block_residual_unscaled": (200_000, "joint"),
     "block_one_uniform": (60_000, "joint"),
     "draft_left_in_residual": (60_000, "argmax drafts"),
-    "strict_draws_again": (60_000, "joint"),
+    "strict_draws_again": (100_000, "joint"),
     "drafts_without_temperature": (20_000, "temperature 0.4"),
     "tree_equal_siblings_skipped": (30_000, "star: first token"),
     "tree_one_uniform_for_siblings": (90_000, "star: first token"),
@@ -164,22 +161,31 @@ HIDDEN = {
 """The questions that find small or rare mistakes, which need larger runs."""
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_every_listed_mistake_is_seen(name, monkeypatch):
+@pytest.mark.parametrize(("name", "verifier", "drafter", "tree"), list(planted()))
+def test_every_listed_mistake_is_seen(name, verifier, drafter, tree, monkeypatch):
     monkeypatch.setattr(checker, "by_distribution", lambda *arguments: [])
-    mistake = MISTAKES[name]
     requests, only = HIDDEN.get(name, (10_000, None))
-    for verifier in (mistake.verifier, *mistake.forms):
-        assert not check(verifier, mistake.drafter, tree=mistake.tree or None, requests=requests, only=only).passed
+    assert not check(verifier, drafter, tree=tree, requests=requests, only=only).passed
 
 
-@pytest.mark.parametrize("name", sorted(set(MISTAKES) - set(HIDDEN))[::18])
-def test_a_listed_mistake_is_named_first(name):
+@pytest.mark.parametrize(
+    ("name", "verifier", "drafter", "tree"), [each for each in planted() if each[0] not in HIDDEN][::18]
+)
+def test_a_listed_mistake_is_named_first(name, verifier, drafter, tree):
     """Some of them, once; `tests.tools.check_suspects` does it for all, with ten seeds."""
-    mistake = MISTAKES[name]
-    report = check(mistake.verifier, mistake.drafter, tree=mistake.tree or None, requests=30_000)
+    report = check(verifier, drafter, tree=tree, requests=30_000)
     assert report.suspects[:1] == [name]
     assert f"1. {name}: " in str(report)
+
+
+@pytest.mark.parametrize("case", ["no drafts", "ragged drafts", "argmax drafts"])
+def test_every_listed_mistake_runs_where_requests_have_few_drafts(case):
+    """Mistakes are run in every case that a verifier passed: none may raise."""
+    (case,) = (each for each in CASES if each.name == case)
+    pair = Settings(3, 5, 100, 0).models(case)
+    for mistake in MISTAKES.values():
+        for verifier in mistake.verifiers * (not mistake.of_trees):
+            Run(Subject.of(verifier, mistake.drafter), pair, case.how, np.random.default_rng(0)).steps(20)
 
 
 def test_the_list_has_what_a_reader_needs():
@@ -197,7 +203,7 @@ def test_the_list_has_what_a_reader_needs():
     [
         ({"recovered": lambda p, q: p}, "recovered_from_target"),
         ({"recovered": lambda p, q: abs(p - q)}, "recovered_from_absolute_difference"),
-        ({"bonus_row": -2}, "bonus_from_last_draft_row"),
+        ({"bonus_row": -2}, "bonus_from_another_row"),
     ],
 )
 def test_a_mistake_is_named_in_code_that_is_not_ours(arguments, name):
@@ -224,7 +230,7 @@ def depending_on_drafts(choose):
 
 
 def test_a_mistake_is_named_in_code_that_treats_one_corner_otherwise():
-    wrong = MISTAKES["bonus_argmax"].verifier
+    wrong = MISTAKES["bonus_argmax"].verifiers[0]
     report = check(
         depending_on_drafts(lambda drafts, logits: TOKENS if (drafts == -1).any() else wrong), requests=50_000
     )
@@ -264,7 +270,7 @@ def test_drafts_that_are_not_drawn_from_their_logits_are_reported():
 
 # ---- Drafts of -1 ------------------------------------------------------------------------------------------------------
 
-MINUS_1 = MISTAKES["minus_1_is_an_index"].verifier
+MINUS_1 = PLANTED["minus_1_is_an_index"]
 
 
 def test_a_verifier_whose_requests_differ_fails_if_it_uses_minus_1_as_an_index():

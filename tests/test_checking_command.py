@@ -134,7 +134,7 @@ def test_progress_is_shown_if_asked_for(file, capsys):
         ("nobody", "expected file.py:function, or one of specdecode, transformers, vllm"),
         ("specdecode:block:eager:more", "expected specdecode:[method]:[backend], got"),
         ("specdecode:greedy", "method: "),
-        ("mixture:most", "expected mixture:[options], got 'mixture:most'"),
+        ("mixture:most", "expected mixture:[weight], got 'mixture:most'"),
         ("flashinfer", "expected one whose project is installed"),
     ],
 )
@@ -262,7 +262,7 @@ def test_transformers_is_right():
     assert "transformers 5" in str(report)
 
 
-@pytest.mark.parametrize("name", subjects.SUBJECTS)
+@pytest.mark.parametrize("name", [*subjects.SUBJECTS, *RULES])
 def test_every_subject_loads_or_says_what_is_missing(name):
     missing = None if name in ("specdecode", *RULES) else name
     if missing is None or importlib.util.find_spec(missing):

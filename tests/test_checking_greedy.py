@@ -8,7 +8,8 @@ from specdecode.checking.mistakes import MISTAKES
 from specdecode.checking.settings import Settings
 from specdecode.checking.subject import Subject
 from specdecode.checking.verifiers import TOKENS, Drafter
-from tests.test_checking import RIGHT, by_name, softmax
+from tests.support.planted import RIGHT
+from tests.test_checking import by_name, softmax
 
 SEEDS = range(4)
 SIZES = {"K3-V5": (3, 5), "K1-V2": (1, 2), "K5-V2": (5, 2), "K1-V50": (1, 50), "K5-V50": (5, 50)}
@@ -120,10 +121,10 @@ UNSEEN = {("greedy_accepts_after_the_first", 1, 2), ("greedy_accepts_after_the_f
 
 @pytest.mark.parametrize("size", SIZES)
 def test_listed_greedy_mistakes_are_seen_at_every_size_where_they_are_wrong(size):
-    names = [name for name, mistake in MISTAKES.items() if mistake.signature == {"greedy"}]
+    names = [name for name, mistake in MISTAKES.items() if mistake.failed_checks == {"greedy"}]
     assert len(names) == 8
     for name in names:
-        assert asked(MISTAKES[name].verifier, size=size).passed == ((name, *SIZES[size]) in UNSEEN)
+        assert asked(*MISTAKES[name].verifiers, size=size).passed == ((name, *SIZES[size]) in UNSEEN)
 
 
 @pytest.mark.parametrize("draft", [None, Drafter()])

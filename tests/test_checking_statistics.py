@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom
 
 from specdecode.checking import check, statistics
-from specdecode.checking.cases import CASES, HISTORY
+from specdecode.checking.cases import CASES, MAIN
 from specdecode.checking.settings import Settings
 from specdecode.checking.verifiers import BLOCKS, TOKENS
 from tests.support.enumeration import Case, sequence_distribution
@@ -77,7 +77,7 @@ def test_right_is_what_the_reference_enumerates(case):
 
 
 def test_where_states_are_few_rows_still_depend_on_every_token_before():
-    pair = Settings(4, 5, 1, 0).models(HISTORY._replace(max_states=12))
+    pair = Settings(4, 5, 1, 0).models(MAIN._replace(max_states=12))
     assert [len(rows) for rows in pair.target] == [1, 5, 12, 12, 12]
     for following in pair.following[1:]:
         assert all(len(set(row)) > 1 for row in following)  # the last token
@@ -85,7 +85,7 @@ def test_where_states_are_few_rows_still_depend_on_every_token_before():
 
 
 def test_no_exact_method_accepts_more_than_the_bound():
-    pair = Settings(3, 5, 1, 0).models(HISTORY)
+    pair = Settings(3, 5, 1, 0).models(MAIN)
     by_tokens, best = pair.most_accepted(pair.draft_probs)
     for verifier, expected in ((TOKENS, by_tokens), (BLOCKS, best)):
         detail = check(verifier, requests=100_000, only="acceptance").checks[0].detail

@@ -7,13 +7,12 @@ import pytest
 
 from specdecode.checking import check, trees
 from specdecode.checking.cases import tree_cases
-from specdecode.checking.mistakes.trees import REJECTION, TARGET_ONLY, TREE, Walk
+from specdecode.checking.mistakes.trees import TARGET_ONLY, TREE
 from specdecode.checking.models import How
 from specdecode.checking.settings import Settings
 from specdecode.checking.subjects import load
+from tests.support.planted import RIGHT_TREES
 from tests.support.readers import softmax
-
-RIGHT = {"rejection": REJECTION, "target-only": TARGET_ONLY, "walk": Walk()}
 
 
 def reader(bonus_row=lambda node, parents: node, count_twice=False):
@@ -52,9 +51,9 @@ def reader(bonus_row=lambda node, parents: node, count_twice=False):
 
 
 @pytest.mark.parametrize("tree", [TREE, (-1, 0, 1), (-1, 0, 0, 0, 2, 4)], ids=["binary", "chain", "uneven"])
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", RIGHT_TREES)
 def test_right_verifiers_of_trees_pass(name, tree):
-    report = check(RIGHT[name], tree=tree, requests=4_000)
+    report = check(RIGHT_TREES[name], tree=tree, requests=4_000)
     assert report.passed, str(report)
     assert {each.name.split(":")[0] for each in report.checks} >= {each.name for each in tree_cases(tree)}
 
@@ -70,8 +69,8 @@ def test_our_own_verifier_of_trees_passes():
     ("change", "name"),
     [
         ({}, None),
-        ({"bonus_row": lambda node, parents: max(0, parents[node])}, "tree_bonus_from_the_parents_row"),
-        ({"bonus_row": lambda node, parents: len(parents) - 1}, "tree_bonus_from_the_last_node"),
+        ({"bonus_row": lambda node, parents: max(0, parents[node])}, "tree_bonus_from_another_row"),
+        ({"bonus_row": lambda node, parents: len(parents) - 1}, "tree_bonus_from_another_row"),
         ({"count_twice": True}, "tree_equal_siblings_counted_twice"),
     ],
     ids=["right", "parent", "last node", "twice"],

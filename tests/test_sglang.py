@@ -366,7 +366,7 @@ def test_steps_that_are_not_checked_again_pass_on_what_checked_ones_do(
     request = batch_of(
         torch.full((40,), 0.7), **{name: torch.tensor(value) for name, value in truncation.items()}, seeds=seeds
     )
-    passed, choose = [], backends.to_verify
+    passed, choose = [], backends.verifier_of
 
     def note(backend, method, batch):
         passed.append(batch)
@@ -374,7 +374,7 @@ def test_steps_that_are_not_checked_again_pass_on_what_checked_ones_do(
 
     hook = EagleSample(method, engine(rejection_sampling))
     hook(never, chain(drafts, draft_probs), request, logits_output(logits))  # compiles, is checked
-    monkeypatch.setattr(backends, "to_verify", note)
+    monkeypatch.setattr(backends, "verifier_of", note)
     checks = Mock(side_effect=check_verification)
     monkeypatch.setattr(sampler, "check_verification", checks)
     hook.checked.clear()

@@ -259,7 +259,7 @@ def test_a_top_k_of_one_is_greedy_where_no_draft_row_matters(method, monkeypatch
         seen.append((arguments.temperature, arguments.is_truncated))
         return eager.verify(method, arguments, schedule)
 
-    monkeypatch.setattr(backends, "to_verify", lambda *_: Namespace(verify=verify))
+    monkeypatch.setattr(backends, "verifier_of", lambda *_: Namespace(verify=verify))
     draft_logits = batch.draft_logits if method == "strict" else None
     rows = batch.target_logits, batch.draft_token_ids, draft_logits
     numbers = {"seeds": batch.seeds, "positions": batch.positions, "logprobs": "processed"}

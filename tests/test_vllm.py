@@ -288,13 +288,13 @@ def test_what_is_not_checked_again_is_what_a_checked_call_would_verify(method, t
     case, _, _ = ragged_case()
     draft_logits = None if widths is None else torch.randn(64, 4, widths)
     result = rejection_sampler(method, sampling_states(64, 50, **truncation), 4)
-    batches, choose = [], backends.to_verify
+    batches, choose = [], backends.verifier_of
 
     def noted(backend, name, batch):
         batches.append(batch)
         return choose(backend, name, batch)
 
-    monkeypatch.setattr(backends, "to_verify", noted)
+    monkeypatch.setattr(backends, "verifier_of", noted)
     with mock.patch.object(RejectionSampler, "packed", autospec=True, side_effect=RejectionSampler.packed) as packed:
         first, second = (result._verify(draft_logits=draft_logits, **case) for _ in range(2))
         assert packed.call_count == 1

@@ -10,8 +10,8 @@ from specdecode.checking.trees import padded, reversed_nodes
 DEFAULT_REQUESTS = 200_000
 """Names of mistakes are tested with this many."""
 
-MANY = 1024
-FEW = 12
+MANY_STATES = 1024
+FEW_STATES = 12
 
 
 class Case(NamedTuple):
@@ -27,7 +27,7 @@ class Case(NamedTuple):
     num_draft_tokens: int | None = None
     """None: as the caller says."""
 
-    max_states: int = FEW
+    max_states: int = FEW_STATES
     """With few states a test has few cells, and so sees a small error in them."""
 
     statistics: tuple[str, ...] = ("joint",)
@@ -38,14 +38,14 @@ class Case(NamedTuple):
     """Whether a verifier need not take this: if it raises, it is not asked."""
 
 
-HISTORY = Case(
-    "joint", 0.38, max_states=MANY, statistics=("joint", "first token", "token", "bonus token", "acceptance")
+MAIN = Case(
+    "joint", 0.38, max_states=MANY_STATES, statistics=("joint", "first token", "token", "bonus token", "acceptance")
 )
 TEMPERATURE = frozenset({"temperature"})
 LOGITS = frozenset({"draft_logits"})
 
 CASES = (
-    HISTORY,
+    MAIN,
     Case("temperature 0.4", 0.1, models.unrelated, 0.4, statistics=("joint", "bonus token"), needs=TEMPERATURE),
     Case("temperature 3", 0.1, temperature=3.0, statistics=("joint", "bonus token"), needs=TEMPERATURE),
     Case(
@@ -73,7 +73,7 @@ def tree_cases(parents: Sequence[int]) -> tuple[Case, ...]:
     drawn, top, equal = How(parents=tree), How("top", False, tree), How("equal", False, tree)
     all_or_bonus = ("joint", "bonus token")
     return (
-        HISTORY._replace(share=0.36, how=drawn),
+        MAIN._replace(share=0.36, how=drawn),
         Case("temperature 0.4", 0.08, models.unrelated, 0.4, drawn, statistics=all_or_bonus, needs=TEMPERATURE),
         Case("temperature 3", 0.08, temperature=3.0, how=drawn, statistics=all_or_bonus, needs=TEMPERATURE),
         Case("fixed tree", 0.1, models.equal, how=top, statistics=("joint", "acceptance"), may_refuse=True),
@@ -87,8 +87,8 @@ def tree_cases(parents: Sequence[int]) -> tuple[Case, ...]:
     )
 
 
-EACH_REQUESTS = frozenset({"seeds", "positions"})
-FIXED = (
+PER_REQUEST = frozenset({"seeds", "positions"})
+FIXED_LENGTH = (
     "for drafts of -1 verify returns no output of a verification: is -1 used as an index? If some of your requests have "
     'fewer drafts than others, this is an error: ask "ragged drafts" alone to see it.'
 )
@@ -96,10 +96,12 @@ FIXED = (
 
 GREEDY = "greedy"
 NOT_FOR_LOSSY = ("argmax drafts", "zeros", "disjoint supports", GREEDY)
-LOSSY = "lossy rules differ most from the target where tokens have no probability or one has all; ask for one alone."
+LOSSY_REASON = (
+    "lossy rules differ most from the target where tokens have no probability or one has all; ask for one alone."
+)
 IN_A_CALL, IN_CALLS, STEPS, LAST, SUMS = "requests of a call", "calls", "steps", "last tokens", "seed + position"
 INDEPENDENCE = (IN_A_CALL, IN_CALLS, STEPS, LAST, SUMS)
-MOST_CALLS = 400
+MAX_CALLS = 400
 STEPS_SHARE = 0.015
 ALIKE = Case("alike", 0.0, models.alike, max_states=1)
 DOUBLED = Case("doubled", 0.0, models.doubled, max_states=1)

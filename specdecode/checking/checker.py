@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from specdecode.checking import cases, greedy, runs, trees
-from specdecode.checking.cases import ALIKE, DEFAULT_REQUESTS, DOUBLED, HISTORY, Case
+from specdecode.checking import cases, greedy, trees
+from specdecode.checking.cases import ALIKE, DEFAULT_REQUESTS, DOUBLED, MAIN, Case
 from specdecode.checking.findings import Finding, findings, loss, next_tokens, pairs
 from specdecode.checking.notes import (
     drafts_fit,
@@ -19,10 +19,10 @@ from specdecode.checking.notes import (
     note_seeds,
 )
 from specdecode.checking.report import Check, Report
-from specdecode.checking.settings import Answers, Progress, Settings
+from specdecode.checking.settings import Progress, Session, Settings
 from specdecode.checking.statistics import homogeneity
 from specdecode.checking.subject import Ids, OutputError, Subject
-from specdecode.checking.suspects import by_distribution, by_greedy, by_signature
+from specdecode.checking.suspects import by_distribution, by_failed_checks, by_greedy
 
 FALSE_ALARM = 1e-6
 """Of a whole run, whatever the number of its tests."""
@@ -90,31 +90,23 @@ def check(
     settings = Settings(num_draft_tokens, vocab_size, requests, seed, None if tree is None else tuple(tree), allow)
     check_settings(settings, only)
     subject = Subject.of(verify, draft, tree is not None)
-    shown = Progress(requests, sys.stderr.isatty() if progress is None else progress)
-    answers = ask(subject, settings, only, shown)
-    tests = sum(each.p_value is not None for each in answers.findings)
+    session = Session(subject, settings, Progress(requests, sys.stderr.isatty() if progress is None else progress))
+    ask(session, only)
+    tests = sum(each.p_value is not None for each in session.findings)
     threshold = FALSE_ALARM / max(1, tests)
-    checks = [each.judged(threshold) for each in answers.findings]
-    suspects, notes, nan = [], answers.all_notes(), ""
+    checks = [each.judged(threshold) for each in session.findings]
+    suspects, notes, nan = [], session.all_notes(), ""
     if all(each.passed for each in checks):
-        notes = few_requests(answers.findings[0], threshold) + notes
+        notes = few_requests(session.findings[0], threshold) + notes
     else:
-        shown.say("comparing with known mistakes")
-        suspects = suspects_of(subject, settings, answers, checks)
-        failed = [name for name in answers.nan if any(asks(each.name, name) and not each.passed for each in checks)]
-        nan = f"{answers.nan[failed[0]]}; first in {failed[0]}" if failed else ""
-    shown.end()
-    return Report(
-        checks,
-        suspects,
-        notes,
-        name or getattr(verify, "__name__", type(verify).__name__),
-        settings.shown(),
-        threshold,
-        time.perf_counter() - started,
-        nan,
-        answers.lossiness,
-    )
+        session.progress.say("comparing with known mistakes")
+        suspects = suspects_of(session, checks)
+        failed = [name for name in session.nan if any(asks(each.name, name) and not each.passed for each in checks)]
+        nan = f"{session.nan[failed[0]]}; first in {failed[0]}" if failed else ""
+    session.progress.end()
+    name = name or getattr(verify, "__name__", type(verify).__name__)
+    seconds = time.perf_counter() - started
+    return Report(checks, suspects, notes, name, settings.shown(), threshold, seconds, nan, session.lossiness)
 
 
 def depth_of(tree: Sequence[int], draft: object) -> int:
@@ -131,22 +123,23 @@ def depth_of(tree: Sequence[int], draft: object) -> int:
     return max(depths)
 
 
-def suspects_of(subject: Subject, settings: Settings, answers: Answers, checks: list[Check]) -> list[str]:
+def suspects_of(session: Session, checks: list[Check]) -> list[str]:
     """Return the ids of known mistakes that fit, likeliest first: by failed checks, by the distribution, by errors."""
-    shown = [*dict.fromkeys(each.suspect for each in answers.findings if each.suspect)]
+    subject, settings, outcomes = session.subject, session.settings, session.outcomes
+    shown = [*dict.fromkeys(each.suspect for each in session.findings if each.suspect)]
     failed = [each for each in checks if not each.passed]
     names = {each.name for each in failed}
     if names == {cases.GREEDY}:
-        return shown if answers.greedy is None else by_greedy(subject, *answers.greedy)
-    known = by_signature({each.name for each in checks}, names, subject.tree)
+        return shown if session.greedy is None else by_greedy(subject, *session.greedy)
+    known = by_failed_checks({each.name for each in checks}, names, subject.tree)
     differ = any(each.p_value is not None for each in failed)
     if known or names & set(cases.INDEPENDENCE) or not differ:
         return [*known, *shown]  # where requests are not independent, their distribution tells nothing
-    main = answers.outcomes.get(HISTORY.name)
+    main = outcomes.get(MAIN.name)
     if subject.draft is not None and main is not None and left_out(settings.models(settings.cases[0]), main):
         return ["drafts_left_out", *shown]
     cases_failed = {case.name for case in settings.cases if any(asks(each, case.name) for each in names)}
-    return [*by_distribution(subject, settings, answers.outcomes, cases_failed), *shown]
+    return [*by_distribution(subject, settings, outcomes, cases_failed), *shown]
 
 
 def check_settings(settings: Settings, only: str | None) -> None:
@@ -168,107 +161,101 @@ def asks(only: str | None, name: str) -> bool:
     if only is None or only == name or only.startswith(f"{name}:"):
         return True
     main = only in ("first token", "bonus token", "acceptance") or (only.startswith("token ") and only[6:].isdigit())
-    return name == HISTORY.name and main
+    return name == MAIN.name and main
 
 
-def ask(subject: Subject, settings: Settings, only: str | None, shown: Progress) -> Answers:
-    """Ask every question."""
-    answers = Answers()
+def ask(session: Session, only: str | None) -> None:
+    """Ask every question, or one alone."""
+    settings = session.settings
     for case in settings.cases:
         if not asks(only, case.name):
             continue
         if settings.allow is not None and only is None and case.name in cases.NOT_FOR_LOSSY:
-            answers.leave_out(case.name, cases.LOSSY)
+            session.leave_out(case.name, cases.LOSSY_REASON)
             continue
-        shown.say(case.name)
-        ask_case(subject, case, settings, answers, only, shown)
-        answers.note_nan(case.name, subject.invalid)
-        if case.name == HISTORY.name and "joint" not in answers.outcomes:
-            return answers  # a verifier that fails here fails everywhere alike
+        session.progress.say(case.name)
+        ask_case(session, case, only)
+        session.note_nan(case.name)
+        if case.name == MAIN.name and "joint" not in session.outcomes:
+            return  # a verifier that fails here fails everywhere alike
     if asks(only, cases.GREEDY) and not settings.tree and (settings.allow is None or only):
-        shown.say(cases.GREEDY)
-        ask_greedy(subject, settings, answers, shown)
-        answers.note_nan(cases.GREEDY, subject.invalid)
+        session.progress.say(cases.GREEDY)
+        ask_greedy(session)
+        session.note_nan(cases.GREEDY)
     if asks(only, cases.IN_A_CALL) or asks(only, cases.IN_CALLS):
-        ask_calls(subject, settings, answers, shown)
+        ask_calls(session)
     if any(asks(only, name) for name in (cases.STEPS, cases.LAST, cases.SUMS)):
-        ask_steps(subject, settings, answers, shown)
+        ask_steps(session)
     if only is None:
-        note_drafts(subject, settings, answers)
-        note_seeds(subject, settings, answers)
-        note_impossible_drafts(subject, settings, answers)
-        return answers
-    errors = [each for each in answers.findings if each.p_value is None and not each.passed]
-    answers.findings = [each for each in answers.findings if each.name == only] or errors
-    if not answers.findings:
-        why = " ".join(answers.all_notes()) or "no check of this run has that name"
+        note_drafts(session)
+        note_seeds(session)
+        note_impossible_drafts(session)
+        return
+    errors = [each for each in session.findings if each.p_value is None and not each.passed]
+    session.findings = [each for each in session.findings if each.name == only] or errors
+    if not session.findings:
+        why = " ".join(session.all_notes()) or "no check of this run has that name"
         raise ValueError(f"only: expected a question that can be asked, got {only!r}; {why}")
-    return answers
 
 
-def ask_case(
-    subject: Subject, case: Case, settings: Settings, answers: Answers, only: str | None, shown: Progress
-) -> None:
+def ask_case(session: Session, case: Case, only: str | None) -> None:
     """Run a case and apply its statistics."""
+    subject, allow = session.subject, session.settings.allow
     if case.needs - subject.takes:
-        answers.leave_out(case.name, f"verify takes no {', '.join(sorted(case.needs))}.")
+        session.leave_out(case.name, f"verify takes no {', '.join(sorted(case.needs))}.")
         return
-    models, random = settings.models(case), settings.random(case.name)
+    run = session.run(case, case.name, case.how)
     try:
-        outcome = runs.run(subject, models, case.how, settings.size(case.share), random, shown.tick)
+        outcome = run.steps(session.settings.size(case.share))
     except OutputError as error:
-        if (
-            case.how.drafts == "ragged"
-            and not error.raised
-            and only is None
-            and not subject.takes & cases.EACH_REQUESTS
-        ):
-            answers.leave_out(case.name, cases.FIXED)
+        fixed_length = case.how.drafts == "ragged" and not subject.takes & cases.PER_REQUEST
+        if fixed_length and not error.raised and only is None:
+            session.leave_out(case.name, cases.FIXED_LENGTH)
         else:
-            answers.fail(case.name, error, case.may_refuse)
+            session.fail(case.name, error, case.may_refuse)
         return
-    answers.outcomes[case.name] = outcome
-    all_drafted = bool((outcome.given == models.num_draft_tokens).all())
-    drawn = subject.draft is None or case.how.drafts == "argmax" or (all_drafted and drafts_fit(models, outcome))
-    if settings.allow is None:
-        answers.findings += findings(case, models, outcome, drawn)
+    session.outcomes[case.name] = outcome
+    if allow is not None:
+        measured, lossiness = loss(case, run.models, outcome, allow)
+        session.findings.append(measured)
+        session.lossiness = session.lossiness or lossiness
         return
-    measured, lossiness = loss(case, models, outcome, settings.allow)
-    answers.findings.append(measured)
-    answers.lossiness = answers.lossiness or lossiness
+    all_drafted = bool((outcome.given == run.models.num_draft_tokens).all())
+    drawn = subject.draft is None or case.how.drafts == "argmax" or (all_drafted and drafts_fit(run.models, outcome))
+    session.findings += findings(case, run.models, outcome, drawn)
 
 
-def ask_greedy(subject: Subject, settings: Settings, answers: Answers, shown: Progress) -> None:
+def ask_greedy(session: Session) -> None:
     """At temperature 0 every token must be the argmax."""
+    subject = session.subject
     if "temperature" not in subject.takes:
-        answers.leave_out(cases.GREEDY, "verify takes no temperature.")
+        session.leave_out(cases.GREEDY, "verify takes no temperature.")
         return
     try:
-        arguments = greedy.make_texts(subject, settings)
-        shown.tick(len(arguments.seeds))
+        arguments = greedy.make_texts(subject, session.settings)
+        session.progress.tick(len(arguments.seeds))
         tokens = subject.call(arguments)
     except OutputError as error:
-        answers.fail(cases.GREEDY, error, may_refuse=True)
+        session.fail(cases.GREEDY, error, may_refuse=True)
         return
-    answers.greedy = arguments, tokens
-    answers.findings.append(greedy.compared(subject, arguments, tokens))
+    session.greedy = arguments, tokens
+    session.findings.append(greedy.compared(subject, arguments, tokens))
 
 
-def ask_calls(subject: Subject, settings: Settings, answers: Answers, shown: Progress) -> None:
+def ask_calls(session: Session) -> None:
     """Two requests of one call, and the same place of two calls, must be independent."""
-    models, random = settings.models(ALIKE), settings.random(ALIKE.name)
-    calls = max(50, min(cases.MOST_CALLS, settings.requests // 100))
+    settings, run = session.settings, session.run(ALIKE, ALIKE.name)
     try:
-        neighbours = runs.run_small_calls(subject, models, settings.how, calls, random, shown.tick)
-        places = runs.run_two_calls(subject, models, settings.how, settings.size(cases.STEPS_SHARE), random, shown.tick)
+        neighbours = run.small_calls(max(50, min(cases.MAX_CALLS, settings.requests // 100)))
+        places = run.two_calls(settings.size(cases.STEPS_SHARE))
     except OutputError as error:
-        answers.fail(cases.IN_A_CALL, error)
+        session.fail(cases.IN_A_CALL, error)
         return
-    vocab = settings.vocab_size
     what = "first tokens of neighbours in a call are independent"
-    answers.findings.append(pairs(cases.IN_A_CALL, what, neighbours, vocab))
+    session.findings.append(pairs(cases.IN_A_CALL, what, neighbours, settings.vocab_size))
     what = "first tokens in the same place of different calls are independent"
-    answers.findings.append(calls_differ(pairs(cases.IN_CALLS, what, places, vocab), neighbours[:, 0], places.ravel()))
+    paired = pairs(cases.IN_CALLS, what, places, settings.vocab_size)
+    session.findings.append(calls_differ(paired, neighbours[:, 0], places.ravel()))
 
 
 def calls_differ(paired: Finding, in_first_place: Ids, in_any: Ids) -> Finding:
@@ -282,27 +269,26 @@ def calls_differ(paired: Finding, in_first_place: Ids, in_any: Ids) -> Finding:
         return paired._replace(p_value=min(1.0, 2 * before))
     shares = [np.bincount(tokens).max() / len(tokens) for tokens in (in_first_place, in_any)]
     seen = f"the first place of a call has one token in {shares[0]:.1%} of calls, any place in {shares[1]:.1%}"
-    return paired._replace(p_value=min(1.0, 2 * fit.p_value), seen=seen)
+    return paired._replace(p_value=min(1.0, 2 * fit.p_value), difference=seen)
 
 
-def ask_steps(subject: Subject, settings: Settings, answers: Answers, shown: Progress) -> None:
+def ask_steps(session: Session) -> None:
     """Two steps of a request with one seed, and two requests with the same seed + position, must be independent."""
     names = (cases.STEPS, cases.LAST, cases.SUMS)
-    if cases.EACH_REQUESTS - subject.takes:
+    if cases.PER_REQUEST - session.subject.takes:
         for name in names:
-            answers.leave_out(name, "verify does not take seeds and positions.")
+            session.leave_out(name, "verify does not take seeds and positions.")
         return
-    models, size, vocab = settings.models(ALIKE), settings.size(cases.STEPS_SHARE), settings.vocab_size
-    how, first, last, sums = settings.how, *map(settings.random, names)
+    size, vocab = session.settings.size(cases.STEPS_SHARE), session.settings.vocab_size
     try:
-        steps = runs.run_two_steps(subject, models, how, size, first, shown.tick)
-        others = runs.run_two_steps(subject, settings.models(DOUBLED), how, size, last, shown.tick)
-        equal = runs.run_equal_sums(subject, models, how, size, sums, shown.tick)
+        steps = session.run(ALIKE, cases.STEPS).two_steps(size)
+        others = session.run(DOUBLED, cases.LAST).two_steps(size)
+        equal = session.run(ALIKE, cases.SUMS).equal_sums(size)
     except OutputError as error:
-        answers.fail(cases.STEPS, error)
+        session.fail(cases.STEPS, error)
         return
     what = "first tokens of two steps with one seed are independent"
-    answers.findings.append(pairs(cases.STEPS, what, steps[:, [0, 2]], vocab))
-    answers.findings.append(next_tokens(cases.LAST, others[:, 1], others[:, 2], vocab))
+    session.findings.append(pairs(cases.STEPS, what, steps[:, [0, 2]], vocab))
+    session.findings.append(next_tokens(cases.LAST, others[:, 1], others[:, 2], vocab))
     what = "first tokens of requests with equal seed + position are independent"
-    answers.findings.append(pairs(cases.SUMS, what, equal, vocab))
+    session.findings.append(pairs(cases.SUMS, what, equal, vocab))

@@ -21,50 +21,31 @@ or only those that it needs, and returns [n, K + 1] ids: the accepted drafts, on
 def add_options(command: ArgumentParser) -> None:
     """Add the options of `check`."""
     command.epilog = EPILOG
-    command.add_argument("subject", metavar="SUBJECT", nargs="?", help="what to check, see below")
-    command.add_argument(
-        "--draft",
-        metavar="FILE:FUNCTION",
-        help="a drafter: (draft_logits [n, V], *, temperature, seeds, positions, offset)",
-    )
-    command.add_argument(
-        "--drafts", type=int, default=3, metavar="K", help="draft tokens per step (default %(default)s)"
-    )
-    command.add_argument(
-        "--vocab", type=int, default=5, metavar="V", help="tokens of the vocabulary (default %(default)s)"
-    )
-    command.add_argument(
-        "--requests", type=int, default=200_000, help="how many are verified in all (default %(default)s)"
-    )
-    command.add_argument("--seed", type=int, default=0, help="of the checker's random numbers (default %(default)s)")
-    command.add_argument(
-        "--tree",
-        metavar="PARENTS",
-        help="check a verifier of trees: the parent of each node, such as --tree=-1,0,0,1,1; it is called with "
-        "(target_logits [n, N, V], token_ids [n, N], parents [N], ...)",
-    )
-    command.add_argument(
-        "--allow",
-        type=float,
-        metavar="TV",
-        help="the total variation of a token that the verifier may add, for a rule that is meant to be lossy",
-    )
-    command.add_argument("--only", metavar="NAME", help="ask one question alone, a name of the report's")
-    command.add_argument("--json", action="store_true", help="print the report as JSON")
-    command.add_argument(
-        "--junit", type=Path, metavar="FILE", help="also write the report to FILE as JUnit XML, for CI"
-    )
-    command.add_argument(
-        "--progress", action="store_true", default=None, help="show progress, also if standard error is no terminal"
-    )
-    server = command.add_argument_group("a running server, in place of SUBJECT")
-    server.add_argument("--server", metavar="URL", help="with /v1/completions and log-probabilities")
-    server.add_argument("--model", metavar="NAME", help="the model's name on the server")
-    server.add_argument("--against", metavar="URL", help="another server of the model, such as one without speculation")
-    server.add_argument("--samples", type=int, default=960, help="texts of eight tokens (default %(default)s)")
-    server.add_argument("--top-logprobs", type=int, default=20, help="to ask for (default %(default)s)")
-    server.add_argument("--timeout", type=float, default=120, help="seconds for a request (default %(default)s)")
-    server.add_argument("--api-key", help="sent as a bearer token")
+    add = command.add_argument
+    add("subject", metavar="SUBJECT", nargs="?", help="what to check, see below")
+    drafter = "a drafter: (draft_logits [n, V], *, temperature, seeds, positions, offset)"
+    add("--draft", metavar="FILE:FUNCTION", help=drafter)
+    add("--drafts", type=int, default=3, metavar="K", help="draft tokens per step (default %(default)s)")
+    add("--vocab", type=int, default=5, metavar="V", help="tokens of the vocabulary (default %(default)s)")
+    add("--requests", type=int, default=200_000, help="how many are verified in all (default %(default)s)")
+    add("--seed", type=int, default=0, help="of the checker's random numbers (default %(default)s)")
+    tree = "check a verifier of trees: the parent of each node, such as --tree=-1,0,0,1,1; it is called with "
+    add("--tree", metavar="PARENTS", help=f"{tree}(target_logits [n, N, V], token_ids [n, N], parents [N], ...)")
+    lossy = "the total variation of a token that the verifier may add, for a rule that is meant to be lossy"
+    add("--allow", type=float, metavar="TV", help=lossy)
+    add("--only", metavar="NAME", help="ask one question alone, a name of the report's")
+    add("--json", action="store_true", help="print the report as JSON")
+    add("--junit", type=Path, metavar="FILE", help="also write the report to FILE as JUnit XML, for CI")
+    progress = "show progress, also if standard error is no terminal"
+    add("--progress", action="store_true", default=None, help=progress)
+    add = command.add_argument_group("a running server, in place of SUBJECT").add_argument
+    add("--server", metavar="URL", help="with /v1/completions and log-probabilities")
+    add("--model", metavar="NAME", help="the model's name on the server")
+    add("--against", metavar="URL", help="another server of the model, such as one without speculation")
+    add("--samples", type=int, default=960, help="texts of eight tokens (default %(default)s)")
+    add("--top-logprobs", type=int, default=20, help="to ask for (default %(default)s)")
+    add("--timeout", type=float, default=120, help="seconds for a request (default %(default)s)")
+    add("--api-key", help="sent as a bearer token")
 
 
 def parents_of(text: str) -> list[int]:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from specdecode.checking import trees
 from specdecode.checking.cases import Case
-from specdecode.checking.models import Models, softmax
+from specdecode.checking.models import Models, count, softmax
 from specdecode.checking.report import Check
 from specdecode.checking.runs import Outcome
 from specdecode.checking.statistics import (
@@ -18,15 +18,15 @@ from specdecode.checking.statistics import (
     distance,
     goodness_of_fit,
     independence,
-    least_expected,
-    mean_above,
+    lower_bound,
+    p_value_of_mean,
 )
 
 WASTE = 0.75
 """Fewer accepted drafts than this share of what token verification accepts are noted."""
 
 
-MOST_GROUPS = 8
+MAX_GROUPS = 8
 """Tokens of a pair are compared in as many groups at most: of a large vocabulary most pairs are never seen."""
 
 
@@ -35,17 +35,17 @@ class Finding(NamedTuple):
 
     name: str
     p_value: float | None
-    passed: bool
-    """The result if there is no p-value."""
-
-    what: str
-    seen: str = ""
-    """The difference, reported if it failed."""
+    description: str
+    difference: str = ""
+    """Reported if it failed."""
 
     fit: Fit | None = None
     notes: tuple[str, ...] = ()
     suspect: str = ""
     """The id of the known mistake that an error shows."""
+
+    passed: bool = True
+    """The result if there is no p-value."""
 
     certain: bool = False
     """Whether there is only one right outcome: then one other is proof."""
@@ -63,30 +63,24 @@ class Finding(NamedTuple):
         return Check(self.name, self.verdict(threshold), self.p_value, self.detail(threshold), answered)
 
     def detail(self, threshold: float) -> str:
-        """Say what was compared, and how small an error would have been seen, or what was."""
+        """Return the description with the smallest error that it sees, or with the difference if it failed."""
         if not self.verdict(threshold):
-            return "\n".join(filter(None, (self.what, self.seen)))
+            return "\n".join(filter(None, (self.description, self.difference)))
         if self.fit is None:
-            return self.what + self.within
+            return self.description + self.within
         if not self.fit.degrees:
-            return self.what + ("" if self.certain else ": not tested, too few requests")
-        return f"{self.what}; sees a total variation of {detectable(self.fit.degrees, self.fit.size, threshold):.3f}"
+            return self.description + ("" if self.certain else ": not tested, too few requests")
+        return f"{self.description}; sees a total variation of {detectable(self.fit.degrees, self.fit.size, threshold):.3f}"
 
 
 def findings(case: Case, models: Models, outcome: Outcome, drafts_are_drawn: bool) -> list[Finding]:
     """Apply the statistics of a case."""
-    found = []
-    for statistic in case.statistics:
-        if statistic == "joint":
-            found.append(joint(case, models, outcome))
-        elif statistic == "first token":
-            found.append(token(case, models, outcome, 0))
-        elif statistic == "token":
-            found += [token(case, models, outcome, i) for i in range(1, models.num_draft_tokens)]
-        elif statistic == "bonus token" and models.num_draft_tokens:
-            found.append(token(case, models, outcome, models.num_draft_tokens))
-        elif statistic == "acceptance" and models.num_draft_tokens and drafts_are_drawn:
-            found.append(acceptance(case, models, outcome))
+    drafts = models.num_draft_tokens
+    places = {"first token": [0], "token": [*range(1, drafts)], "bonus token": [drafts] * (drafts > 0)}
+    found = [joint(case, models, outcome)] * ("joint" in case.statistics)
+    found += [token(case, models, outcome, place) for name in case.statistics for place in places.get(name, [])]
+    if "acceptance" in case.statistics and drafts and drafts_are_drawn:
+        found.append(acceptance(case, models, outcome))
     return found
 
 
@@ -114,11 +108,11 @@ def joint(case: Case, models: Models, outcome: Outcome) -> Finding:
     if len(expected) == vocab**length:
         index = int(deviations(counts, expected * counts.sum()).argmax())
         text = [int(index // vocab**i % vocab) for i in reversed(range(length))]
-        rows = rows_of(models, text) if case.name == "joint" else ""
-        seen.append(f"tokens {text}: {said(counts[index], counts.sum(), expected[index])}{rows}")
+        rows = rows_text(models, text) if case.name == "joint" else ""
+        seen.append(f"tokens {text}: {compared(counts[index], counts.sum(), expected[index])}{rows}")
     if case.name != "joint":
         seen.append(max(worst_token(case, models, outcome, place) for place in range(length))[1])
-    return Finding(name_of(case, "joint"), fit.p_value, True, what, "; ".join(seen), fit, certain=certain)
+    return Finding(name_of(case, "joint"), fit.p_value, what, "; ".join(seen), fit, certain=certain)
 
 
 def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
@@ -142,14 +136,13 @@ def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
     requests = len(outcome.tokens)
     if place == models.num_draft_tokens and place and not counts.any() and requests > 1000:
         notes = (f"{case.name}: no bonus token was seen in {requests:,} requests.",)
-    return Finding(name_of(case, statistic), fit.p_value, True, what, seen, fit, notes)
+    return Finding(name_of(case, statistic), fit.p_value, what, seen, fit, notes)
 
 
 def token_counts(models: Models, outcome: Outcome, place: int) -> Counts:
-    """Count the tokens of a place in each state, where all tokens before it are accepted drafts: [states, V]."""
-    there, shape = outcome.accepted >= place, models.target[place].shape
-    cells = outcome.states[there, place] * models.vocab_size + outcome.tokens[there, place]
-    return np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
+    """Return the counts of the tokens of a place in each state, where all tokens before it are accepted drafts."""
+    there = outcome.accepted >= place
+    return count(outcome.states[there, place], outcome.tokens[there, place], models.target[place].shape)
 
 
 def worst_token(case: Case, models: Models, outcome: Outcome, place: int) -> tuple[float, str]:
@@ -159,10 +152,10 @@ def worst_token(case: Case, models: Models, outcome: Outcome, place: int) -> tup
     far = deviations(counts, expected * totals)
     state, value = divmod(int(far.argmax()), models.vocab_size)
     seen = f"after {text_of(models, state, place)}, token {value}: "
-    seen += said(counts[state, value], int(totals[state, 0]), expected[state, value])
-    seen += "\nits row: p = " + shown_row(expected[state])
+    seen += compared(counts[state, value], int(totals[state, 0]), expected[state, value])
+    seen += "\nits row: p = " + row_text(expected[state])
     if place < models.num_draft_tokens and case.how.draft_logits:
-        seen += ", q = " + shown_row(models.draft_probs[place][state])
+        seen += ", q = " + row_text(models.draft_probs[place][state])
     return float(far.max()), seen
 
 
@@ -176,18 +169,16 @@ def loss(case: Case, models: Models, outcome: Outcome, allow: float) -> tuple[Fi
     for place in range(models.num_draft_tokens + 1):
         for half in range(2):
             tokens, states = outcome.tokens[half::2, place], outcome.states[half::2, place]
-            cells = states[tokens != -1] * models.vocab_size + tokens[tokens != -1]
-            shape = models.target_probs[place].shape
-            halves[half].append(np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape))
+            halves[half].append(count(states[tokens != -1], tokens[tokens != -1], models.target[place].shape))
     one, other = (np.concatenate(half) for half in halves)
     expected = np.concatenate(models.target_probs)
     estimate, exact = distance(one + other, expected)
     size, added = int(other.sum()), one > expected * one.sum(axis=1, keepdims=True)
     share = float(other[added].sum() / size)
     exact_share = float((other.sum(axis=1, keepdims=True) * expected)[added].sum() / size)
-    low = max(0.0, min(estimate, least_expected(share, size) - exact_share))
+    low = max(0.0, min(estimate, lower_bound(share, size) - exact_share))
     high = min(1.0, estimate + (np.log(1000) / (2 * (one + other).sum())) ** 0.5)
-    p_value = mean_above(share, exact_share + allow, size)
+    p_value = p_value_of_mean(share, exact_share + allow, size)
     what = (
         f"a token's total variation {estimate:.4f} (an exact verifier shows {exact:.4f}), from {low:.4f} to {high:.4f}"
     )
@@ -195,26 +186,26 @@ def loss(case: Case, models: Models, outcome: Outcome, allow: float) -> tuple[Fi
     if "acceptance" in case.statistics and models.num_draft_tokens and not case.how.parents:
         by_tokens = models.most_accepted(models.draft_probs)
         what += f", token verification {by_tokens[0]:.3f}" if by_tokens else ""
-    return Finding(case.name, p_value, True, what, f"more than {allow:g} is certain"), (low, estimate, high)
+    return Finding(case.name, p_value, what, f"more than {allow:g} is certain"), (low, estimate, high)
 
 
-def rows_of(models: Models, text: list[int]) -> str:
+def rows_text(models: Models, text: list[int]) -> str:
     """Write the rows of p and q before each token of a text."""
     state, target, draft = 0, [], []
     for i, token in enumerate(text):
-        target.append(shown_row(models.target_probs[i][state]))
-        draft += [shown_row(rows[state]) for rows in models.draft_probs[i : i + 1]]
+        target.append(row_text(models.target_probs[i][state]))
+        draft += [row_text(rows[state]) for rows in models.draft_probs[i : i + 1]]
         state = int(models.following[i][state, token])
     return f"\nits rows: p = {', '.join(target)}\n          q = {', '.join(draft)}"
 
 
-def shown_row(row: Floats) -> str:
+def row_text(row: Floats) -> str:
     """Write the first probabilities of a row to three digits."""
-    return f"[{' '.join(f'{each:.3f}' for each in row[:MOST_GROUPS])}{' ...' * (len(row) > MOST_GROUPS)}]"
+    return f"[{' '.join(f'{each:.3f}' for each in row[:MAX_GROUPS])}{' ...' * (len(row) > MAX_GROUPS)}]"
 
 
 def text_of(models: Models, state: int, length: int) -> str:
-    """Say which text a state is."""
+    """Return the text of a state, as the report shows it."""
     if len(models.target[length]) < models.vocab_size**length:
         return "some texts"
     return str([int(state // models.vocab_size**i % models.vocab_size) for i in reversed(range(length))])
@@ -230,37 +221,29 @@ def acceptance(case: Case, models: Models, outcome: Outcome) -> Finding:
     mean, requests = float(outcome.accepted.mean()), len(outcome.accepted)
     what = f"{mean:.3f} accepted drafts a step"
     if most is None:
-        return Finding(name_of(case, "acceptance"), None, True, f"{what}; too many texts to say what is possible")
+        return Finding(name_of(case, "acceptance"), None, f"{what}; too many texts to say what is possible")
     by_tokens, best = most
     what += f"; {method} {by_tokens:.3f}, an exact method {best:.3f} at most"
     scale = models.num_draft_tokens
-    p_value = mean_above(mean / scale, best / scale, requests)
+    p_value = p_value_of_mean(mean / scale, best / scale, requests)
     within = "; above it, but within chance" if mean > best else ""
     notes: tuple[str, ...] = ()
     if mean < WASTE * by_tokens:
         share = mean / by_tokens
         notes = (f"{case.name}: it accepts {share:.0%} of the drafts that {method} accepts. This is waste, no error.",)
-    return Finding(
-        name_of(case, "acceptance"),
-        p_value,
-        True,
-        what,
-        "more than an exact method can accept",
-        None,
-        notes,
-        within=within,
-    )
+    difference, name = "more than an exact method can accept", name_of(case, "acceptance")
+    return Finding(name, p_value, what, difference, notes=notes, within=within)
 
 
 def pairs(name: str, what: str, tokens: Counts, vocab_size: int) -> Finding:
     """Pairs of tokens, [n, 2], that must be independent, whatever their distribution is."""
     one, two = tokens.T
-    groups = min(vocab_size, MOST_GROUPS)
+    groups = min(vocab_size, MAX_GROUPS)
     table = np.bincount(one % groups * groups + two % groups, minlength=groups**2).reshape(groups, groups)
     fit = independence(table)
     shares = [np.bincount(tokens, minlength=vocab_size) / len(tokens) for tokens in (one, two)]
     expected = float((shares[0] * shares[1]).sum())
-    return Finding(name, fit.p_value, True, what, f"equal in {(one == two).mean():.1%}, expected {expected:.1%}", fit)
+    return Finding(name, fit.p_value, what, f"equal in {(one == two).mean():.1%}, expected {expected:.1%}", fit)
 
 
 def next_tokens(name: str, outcomes: Counts, following: Counts, vocab_size: int) -> Finding:
@@ -279,10 +262,10 @@ def next_tokens(name: str, outcomes: Counts, following: Counts, vocab_size: int)
     accepted, last, first = (int(index) for index in np.unravel_index(far.argmax(), far.shape))
     tokens = ["token 0", f"a token from 1 to {vocab_size // 2}", f"a token from {vocab_size // 2 + 1}"]
     seen = f"after {accepted} accepted drafts and {tokens[last]}, the next step begins with {tokens[first]}: "
-    seen += said(table[accepted, last, first], int(totals[accepted, last]), shares[first])
+    seen += compared(table[accepted, last, first], int(totals[accepted, last]), shares[first])
     fit = independence(table[totals > 0][:, shares > 0])
     what = "a step's last token and the first of the next step are independent"
-    return Finding(name, fit.p_value, True, what, seen, fit)
+    return Finding(name, fit.p_value, what, seen, fit)
 
 
 def deviations(counts: NDArray[np.int64], mean: Floats) -> Floats:
@@ -290,6 +273,6 @@ def deviations(counts: NDArray[np.int64], mean: Floats) -> Floats:
     return np.where(mean > 0, (counts - mean) ** 2 / np.maximum(mean, 1), np.where(counts > 0, np.inf, 0))
 
 
-def said(count: int, total: int, probability: float) -> str:
+def compared(count: int, total: int, probability: float) -> str:
     """Compare a count with its probability."""
     return f"{count / max(1, total):.4f}, expected {probability:.4f} ({count:,} of {total:,})"

@@ -9,7 +9,7 @@ import numpy as np
 from specdecode.checking.cases import GREEDY
 from specdecode.checking.findings import Finding
 from specdecode.checking.models import SPREAD
-from specdecode.checking.runs import MOST_LOGITS, fresh
+from specdecode.checking.runs import MAX_LOGITS, fresh
 from specdecode.checking.settings import Settings
 from specdecode.checking.subject import Arguments, Ids, Subject, array, given_drafts
 
@@ -26,7 +26,7 @@ BONUS, EQUAL, DIVIDED = len(ROLES) - 1, len(ROLES) + 1, len(ROLES) + 2
 def make_texts(subject: Subject, settings: Settings) -> Arguments:
     """Return rows and drafts. Of request r the first r % (K + 1) drafts are right, the next is not, later ones may be."""
     random, num_drafts, vocab = settings.random(GREEDY), settings.num_draft_tokens, settings.vocab_size
-    requests = max(num_drafts + 1, min(TEXTS, MOST_LOGITS // ((num_drafts + 1) * vocab)))
+    requests = max(num_drafts + 1, min(TEXTS, MAX_LOGITS // ((num_drafts + 1) * vocab)))
     rows = GRID * (np.round(SPREAD / GRID * random.normal(size=(requests, num_drafts + 1, vocab))) + 0.5)
     equal = random.random(rows.shape[:2]) < 0.3
     other = (rows.argmax(axis=2) + random.integers(1, vocab, size=equal.shape)) % vocab
@@ -57,7 +57,7 @@ def compared(subject: Subject, arguments: Arguments, tokens: Ids) -> Finding:
     possible = np.cumprod(arguments.draft_token_ids == best[:, :-1], axis=1).sum(axis=1).mean()
     what = f"every token is the argmax; {emitted.sum(axis=1).mean() - 1:.3f} accepted drafts a step, {possible:.3f} possible"
     if not wrong.any():
-        return Finding(GREEDY, None, True, what, certain=True)
+        return Finding(GREEDY, None, what, certain=True)
     kinds = [
         f"{wrong[role == i].sum()} of {(role == i).sum()} {name}"
         for i, name in enumerate(ROLES)
@@ -68,8 +68,8 @@ def compared(subject: Subject, arguments: Arguments, tokens: Ids) -> Finding:
     tie = ", the lowest id of equal logits" if row[token] == row.max() else ""
     seen = f"token {place + 1} of {tokens[request].tolist()}: expected {best[request, place]}{tie}; logits {array(row)}"
     call = f"request {request} of the {len(tokens)} of its call; alone it may be right:\n"
-    call += subject.shown(arguments, int(request))
-    return Finding(GREEDY, None, False, what, f"wrong: {', '.join(kinds)}\n{seen}\n{call}", certain=True)
+    call += subject.call_text(arguments, int(request))
+    return Finding(GREEDY, None, what, f"wrong: {', '.join(kinds)}\n{seen}\n{call}", passed=False, certain=True)
 
 
 def roles(arguments: Arguments, tokens: Ids) -> Ids:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from specdecode.checking.models import point_mass
+from specdecode.checking.models import Floats, point_mass
 from specdecode.checking.subject import Ids
-from specdecode.checking.verifiers import Bools, Floats, Step, Verifier, accept_by_ratio, log
+from specdecode.checking.verifiers import Bools, Step, Verifier, accept_by_ratio, log
 
 
 @dataclass(frozen=True)

@@ -109,11 +109,16 @@ class Models:
         return mean_tokens, mean_blocks
 
 
-def draw(probs: NDArray[np.float64], random: np.random.Generator) -> Ids:
-    """Draw a token from each row."""
-    sums = probs.cumsum(axis=1)
-    token = (sums <= random.random((len(probs), 1)) * sums[:, -1:]).sum(axis=1)
-    return np.asarray(np.minimum(token, probs.shape[1] - 1), dtype=np.int64)
+def pick(weights: Floats, uniform: Floats) -> Ids:
+    """Return a token for each row of weights, drawn with a uniform random number."""
+    sums = weights.cumsum(axis=1)
+    token = (sums <= uniform[:, None] * sums[:, -1:]).sum(axis=1)
+    return np.asarray(np.minimum(token, weights.shape[1] - 1), dtype=np.int64)
+
+
+def count(states: Ids, tokens: Ids, shape: tuple[int, ...]) -> Ids:
+    """Return the counts of the tokens in each state, [states, V]."""
+    return np.bincount(states * shape[1] + tokens, minlength=shape[0] * shape[1]).reshape(shape)
 
 
 def make_models(
@@ -153,23 +158,23 @@ def unrelated(target: Logits, draft: Logits, random: np.random.Generator) -> tup
 
 
 def zeros(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:
-    """Give some tokens no probability, in each model others."""
+    """Set logits of each model to -inf at random."""
     return without(target, random.random(target.shape) < 0.3), without(draft, random.random(draft.shape) < 0.3)
 
 
 def disjoint(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:
-    """Let no token be possible in both."""
+    """Divide the tokens of each row between target and draft: none is possible in both."""
     half = random.permuted(np.arange(target.shape[1]) % 2 == 0, axis=0)
     return without(target, np.broadcast_to(half, target.shape)), without(draft, np.broadcast_to(~half, draft.shape))
 
 
 def equal(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:
-    """Let the draft be the target."""
+    """Copy the target's logits to the draft."""
     return target, target.copy()
 
 
 def padding(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:
-    """Make the last quarter of the vocabulary, a token at least, padding."""
+    """Set the last quarter of the vocabulary, at least one token, to -inf: padding."""
     padded = np.arange(target.shape[1]) >= target.shape[1] - max(1, target.shape[1] // 4)
     return without(target, np.broadcast_to(padded, target.shape)), without(draft, np.broadcast_to(padded, draft.shape))
 

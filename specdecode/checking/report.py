@@ -117,7 +117,7 @@ class Report:
         return []
 
     def verdict(self) -> str:
-        """Say how sure this is."""
+        """Return the sentences on false alarms and on errors that may pass."""
         if not self.passed and all(check.p_value is None for check in self.checks):
             return "No statistics are needed to see this, and nothing else was asked."
         alarm = f"A check fails if its p-value is below {self.threshold:.1g}. A right verifier fails once in a million runs."

@@ -32,10 +32,10 @@ TEXTS = (
 )
 """Continued by default. In the logs of random draws, drafters that copy earlier text have something to copy."""
 
-LOW = 0.6
+LOW_TEMPERATURE = 0.6
 """The temperature of every third prompt; the others have 1."""
 
-BATCH, NUM_TOKENS, LEAST_SAMPLES = 16, 8, 40
+BATCH, NUM_TOKENS, MIN_SAMPLES = 16, 8, 40
 """Samples of a request; tokens of a sample; a prefix seen as often is compared with its one-token request."""
 
 Listed = dict[int, float]
@@ -116,11 +116,11 @@ def read(logprobs: Any) -> list[tuple[int, Listed]]:
         entries = logprobs["content"]
         return [(each["id"], {top["id"]: top["logprob"] for top in each["top_logprobs"]}) for each in entries]
     rows = logprobs["top_logprobs"] or [None] * len(logprobs["tokens"])
-    rows = [{number(name): value for name, value in (row or {}).items()} for row in rows]
-    return list(zip(map(number, logprobs["tokens"]), rows))
+    rows = [{id_in(name): value for name, value in (row or {}).items()} for row in rows]
+    return list(zip(map(id_in, logprobs["tokens"]), rows))
 
 
-def number(name: str) -> int:
+def id_in(name: str) -> int:
     """Return the id in "token_id:17"."""
     if not name.startswith("token_id:"):
         raise ValueError(f"server: expected token ids in log-probabilities, got {name!r}: tokens may share a text")
@@ -143,10 +143,10 @@ class Run:
 
     def __init__(self, server: Server, prompts: Sequence[list[int]], shown: Progress) -> None:
         self.server, self.prompts, self.shown = server, prompts, shown
-        self.temperatures = [LOW if prompt % 3 == 2 else 1.0 for prompt in range(len(prompts))]
+        self.temperatures = [LOW_TEMPERATURE if prompt % 3 == 2 else 1.0 for prompt in range(len(prompts))]
         self.texts: list[Context] = []
         self.own, self.by_prefix, self.without_rows = Evidence(), Evidence(), 0
-        plain, scaled = (server.rows(prompts[-1:], temperature)[0] for temperature in (1.0, LOW))
+        plain, scaled = (server.rows(prompts[-1:], temperature)[0] for temperature in (1.0, LOW_TEMPERATURE))
         raw = all(abs(scaled.get(token, logprob) - logprob) < 0.1 for token, logprob in plain.items())
         self.to_scale = self.temperatures if raw else [1.0] * len(prompts)
 
@@ -182,7 +182,7 @@ class Run:
                 counts[text[:end]][text[end]] += 1
         rows: dict[Context, Row] = {}
         for prompt, temperature in enumerate(self.temperatures):
-            contexts = [each for each in counts if each[0] == prompt and counts[each].total() >= LEAST_SAMPLES]
+            contexts = [each for each in counts if each[0] == prompt and counts[each].total() >= MIN_SAMPLES]
             texts = [[*self.prompts[prompt], *context[1:]] for context in contexts]
             for context, listed in zip(contexts, self.server.rows(texts, temperature)):
                 rows[context] = make_row(listed, self.server.top_logprobs, self.to_scale[prompt])
@@ -238,7 +238,7 @@ def check_server(
     run.collect(samples, threshold)
     shown.say("one-token requests")
     fit, seen = run.prefixes(2, NUM_TOKENS)
-    found = [Finding("prefixes", fit.p_value, True, "tokens after frequent texts, by one-token requests", seen, fit)]
+    found = [Finding("prefixes", fit.p_value, "tokens after frequent texts, by one-token requests", seen, fit)]
     fit, control = run.prefixes(1, 1)
     notes = []
     if run.without_rows:
@@ -248,16 +248,16 @@ def check_server(
         counts = [f"{rank}: {n:,} ({due:,.0f})" for rank, n, due in zip(RANKS, ranks.observed, ranks.expected)]
         seen = f"tokens of rank (and expected): {', '.join(counts)}"
         found += [
-            Finding("ranks", ranks.fit.p_value, True, "the token's rank in its own row", seen, ranks.fit),
-            Finding("surprisal", p_value, True, f"{more:+.3f} nats a token above the entropy of its row"),
-            Finding("bets", math.exp(-run.own.best), True, "bets on ranks and tokens; valid whenever sampling stops"),
+            Finding("ranks", ranks.fit.p_value, "the token's rank in its own row", seen, ranks.fit),
+            Finding("surprisal", p_value, f"{more:+.3f} nats a token above the entropy of its row"),
+            Finding("bets", math.exp(-run.own.best), "bets on ranks and tokens; valid whenever sampling stops"),
         ]
-    found.append(Finding("first token", fit.p_value, True, "never a draft: the control", control, fit))
+    found.append(Finding("first token", fit.p_value, "never a draft: the control", control, fit))
     if against:
         other = Run(reference, ids, shown)
         other.collect(len(run.texts), 0.0)
         fit = two_samples(run.texts, other.texts)
-        found.append(Finding("against", fit.p_value, True, f"texts of two to four tokens, also of {against}", fit=fit))
+        found.append(Finding("against", fit.p_value, f"texts of two to four tokens, also of {against}", fit=fit))
     shown.end()
     checks = [each.judged(threshold) for each in found]
     suspects: list[str] = []

@@ -145,9 +145,7 @@ class Evidence:
             return []
         last = max(each.position for each in plain)
         if any(self.alone(plain, set(range(1, end))) for end in range(2, last + 1)):
-            return [
-                "bonus_from_last_draft_row"
-            ]  # the first step's drafts are judged rightly, and a later token is wrong
+            return ["bonus_from_another_row"]  # the first step's drafts are judged rightly, and a later token is wrong
         if any(self.alone(plain, set(range(step, last + 1, step))) for step in range(2, last + 1)):
             return ["accept_everything"]  # every draft is wrong, and only the bonus token after them is right
         # p in place of the residual emits min(p, q) + (1 - acceptance) p: less than 2 p

@@ -14,7 +14,7 @@ from scipy.special import chdtrc, chdtri, chndtrinc
 Counts = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-LEAST_EXPECTED = 10
+MIN_EXPECTED = 10
 """Cells that expect fewer are pooled."""
 
 POWER = 0.999
@@ -60,9 +60,9 @@ def homogeneity(one: Counts, other: Counts) -> Fit:
     table = np.array([np.bincount(part, minlength=len(cell)) for part in (numbers[: len(one)], numbers[len(one) :])])
     together = table.sum(axis=0)
     order = np.argsort(together, kind="stable")
-    small = int((together < 2 * LEAST_EXPECTED).sum())
+    small = int((together < 2 * MIN_EXPECTED).sum())
     groups = np.concatenate(
-        [together[order][:small].cumsum() // (2 * LEAST_EXPECTED), len(cell) + np.arange(small, len(cell))]
+        [together[order][:small].cumsum() // (2 * MIN_EXPECTED), len(cell) + np.arange(small, len(cell))]
     )
     _, group = np.unique(groups, return_inverse=True)
     pooled_table = np.array([np.bincount(group, weights) for weights in table[:, order]])
@@ -79,7 +79,7 @@ def independence(table: Counts | Floats, keep_rows: bool = False) -> Fit:
     """
     table = np.asarray(table, dtype=np.float64)
     total = table.sum()
-    while min(table.shape) > 1 and table.sum(axis=1).min() * table.sum(axis=0).min() < LEAST_EXPECTED * total:
+    while min(table.shape) > 1 and table.sum(axis=1).min() * table.sum(axis=0).min() < MIN_EXPECTED * total:
         by_rows = not keep_rows and table.sum(axis=1).min() < table.sum(axis=0).min()
         table = smallest_joined(table) if by_rows else smallest_joined(table.T).T
     if min(table.shape) < 2:
@@ -107,20 +107,20 @@ def pooled(observed: Counts, expected: Floats) -> tuple[Floats, Floats]:
     """Add up the cells that expect the least until none expects too little."""
     order = np.argsort(expected, kind="stable")
     observed, expected = observed[order], expected[order]
-    small = int((expected < LEAST_EXPECTED).sum())
-    while small and small < len(expected) and expected[:small].sum() < LEAST_EXPECTED:
+    small = int((expected < MIN_EXPECTED).sum())
+    while small and small < len(expected) and expected[:small].sum() < MIN_EXPECTED:
         small += 1
     if not small:
         return observed.astype(np.float64), expected
     return tuple(np.append(cells[small:], cells[:small].sum()).astype(np.float64) for cells in (observed, expected))  # type: ignore[return-value]
 
 
-def mean_above(mean: float, bound: float, size: int) -> float:
+def p_value_of_mean(mean: float, bound: float, size: int) -> float:
     """Bound the probability that the mean of `size` numbers in [0, 1] is this large, if its expectation is `bound` or less.
 
     Hoeffding (1963), theorem 1: exp(-size KL(mean || bound)).
 
-    >>> round(mean_above(0.6, 0.5, 1000), 12)
+    >>> round(p_value_of_mean(0.6, 0.5, 1000), 12)
     1.8e-09
     """
     if mean <= bound:
@@ -133,16 +133,16 @@ def mean_above(mean: float, bound: float, size: int) -> float:
     return float(np.exp(-size * divergence))
 
 
-def least_expected(mean: float, size: int, error: float = 1e-3) -> float:
-    """Return the smallest expectation of numbers in [0, 1] with `mean_above(mean, expectation, size)` of at least `error`.
+def lower_bound(mean: float, size: int, error: float = 1e-3) -> float:
+    """Return the lower confidence bound of an expectation, from the mean of `size` numbers in [0, 1].
 
-    >>> round(least_expected(0.6, 1000), 4)
+    >>> round(lower_bound(0.6, 1000), 4)
     0.5417
     """
     low, high = 0.0, mean
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (low, middle) if mean_above(mean, middle, size) > error else (middle, high)
+        low, high = (low, middle) if p_value_of_mean(mean, middle, size) > error else (middle, high)
     return high
 
 

@@ -20,35 +20,28 @@ from specdecode.checking.trees import depths, on_a_path
 
 Ids = NDArray[np.int64]
 
-VERIFIER_OPTIONS = ("temperature", "seeds", "positions")
+VERIFIER_OPTIONS = ("draft_logits", "temperature", "seeds", "positions")
+DRAFTER_OPTIONS = ("temperature", "seeds", "positions", "offset")
 AFTER_REJECTION = "every token but the last to be the draft in its place: after a rejection comes one token, then -1"
 ON_A_PATH = "every token but the last to be a child of the one before"
 NO_TOKEN = "at least one token"
-MOST_SHOWN = 200
-"""Numbers of an array in a report."""
+MAX_PRINTED = 200
+"""The most numbers of an array that a report prints."""
 
-SHOWN = {
+MISTAKE_BY_RULE = {
     AFTER_REJECTION: "goes_on_after_a_rejection",
     ON_A_PATH: "tree_leaves_the_path",
     NO_TOKEN: "no_token_after_the_drafts",
 }
 """Known mistakes by the rule that an output breaks."""
 
-RAISED = {r"\bnans?\b": "nan_probabilities", r"negative|\b0 > p|pvals < 0": "negative_probabilities"}
+MISTAKE_BY_MESSAGE = {r"\bnans?\b": "nan_probabilities", r"negative|\b0 > p|pvals < 0": "negative_probabilities"}
 """Known mistakes by the message of an exception."""
-
-NO_RETURN = "no_return"
-"""The known mistake that None as the output proves."""
-
-NO_DRAFT = "minus_1_is_an_index"
-"""The known mistake if the request of a wrong output has fewer drafts than others."""
 
 LIBRARY = re.compile(
     rf"^<|site-packages|{re.escape(sysconfig.get_path('stdlib'))}|{re.escape(str(Path(__file__).parent))}"
 )
 """Files whose functions are not the caller's."""
-
-DRAFTER_OPTIONS = ("temperature", "seeds", "positions", "offset")
 
 
 class OutputError(Exception):
@@ -94,10 +87,10 @@ class Subject:
     verify: Callable[..., Any]
     draft: Callable[..., Any] | None
     takes: frozenset[str]
-    """Of temperature, seeds, positions, draft_logits."""
+    """The options of VERIFIER_OPTIONS that it takes."""
 
-    draft_logits_name: str | None
-    """The keyword for draft logits, or "" for the third positional argument."""
+    logits_by_position: bool = False
+    """Whether draft logits are the third positional argument, under another name."""
 
     draft_takes: frozenset[str] = frozenset()
     tree: bool = False
@@ -114,33 +107,36 @@ class Subject:
             ValueError: they cannot be called as the contract says.
         """
         parameters = parameters_of("verify", verify)
-        positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        names = {each.name for each in parameters}
-        anything = any(each.kind == each.VAR_KEYWORD for each in parameters)
-        known = {"draft_logits", *VERIFIER_OPTIONS}
-        logits_name = "draft_logits" if "draft_logits" in names or anything else None
-        required = [each for each in parameters if each.default is each.empty and each.kind < each.VAR_KEYWORD]
-        required = [each for each in required if each.kind != each.VAR_POSITIONAL]
-        first = "target_logits, token_ids, parents" if tree else "target_logits, draft_token_ids"
         by_position = 3 if tree else 2
-        if not tree and logits_name is None and len(positional) > 2 and positional[2].name not in known:
-            logits_name, by_position = "", 3  # it calls them otherwise
-        others = [each.name for each in required if each not in positional[:by_position]]
-        takes_first = len(positional) >= 2 + tree or any(each.kind == each.VAR_POSITIONAL for each in parameters)
-        if not takes_first or set(others) - known:
+        positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        takes = options_of(parameters, VERIFIER_OPTIONS)
+        logits_by_position = (
+            not tree
+            and "draft_logits" not in takes
+            and len(positional) > by_position
+            and positional[by_position].name not in VERIFIER_OPTIONS
+        )
+        if logits_by_position:
+            takes, by_position = takes | {"draft_logits"}, by_position + 1
+        enough = len(positional) >= 2 + tree or any(each.kind == each.VAR_POSITIONAL for each in parameters)
+        if not enough or required(parameters, positional[:by_position]) - {*VERIFIER_OPTIONS}:
+            first = "target_logits, token_ids, parents" if tree else "target_logits, draft_token_ids"
             raise ValueError(
                 f"verify: expected a function of ({first}) and of any of draft_logits, temperature, seeds and positions, "
                 f"the first {'three' if tree else 'two'} by position, got one of {inspect.signature(verify)}"
             )
-        return cls(
-            verify,
-            draft,
-            frozenset(VERIFIER_OPTIONS if anything else names & set(VERIFIER_OPTIONS))
-            | ({"draft_logits"} if logits_name is not None else set()),
-            logits_name,
-            draft_options(draft) if draft is not None else frozenset(),
-            tree,
-        )
+        draft_takes = draft_options(draft) if draft is not None else frozenset()
+        return cls(verify, draft, takes, logits_by_position, draft_takes, tree)
+
+    def arguments_of_call(self, arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
+        """Return the positional and the keyword arguments, [arrays], {option: value}."""
+        positional: list[Any] = [arguments.target_logits, arguments.draft_token_ids]
+        options = {name: getattr(arguments, name) for name in VERIFIER_OPTIONS if name in self.takes}
+        if self.tree:
+            positional.append(arguments.parents)
+        if self.logits_by_position:
+            positional.append(options.pop("draft_logits"))
+        return positional, options
 
     def call(self, arguments: Arguments) -> Ids:
         """Verify; return [n, K + 1] ids that are sound.
@@ -148,23 +144,17 @@ class Subject:
         Raises:
             OutputError: the verifier raised, or what it returned is not sound.
         """
-        own = arguments.requests(slice(None))
-        positional: list[Any] = [own.target_logits, own.draft_token_ids, *([own.parents] if self.tree else [])]
-        keywords: dict[str, Any] = {name: getattr(own, name) for name in VERIFIER_OPTIONS if name in self.takes}
-        if self.draft_logits_name:
-            keywords[self.draft_logits_name] = own.draft_logits
-        elif self.draft_logits_name is not None:
-            positional.append(own.draft_logits)
+        positional, options = self.arguments_of_call(arguments.requests(slice(None)))
         try:
             with self.noting_nan():
-                output = self.verify(*positional, **keywords)
+                output = self.verify(*positional, **options)
         except Exception as error:  # a black box can raise anything
-            raise self.raised(arguments, error, lambda: self.verify(*positional, **keywords)) from error
+            raise self.raised(arguments, error, lambda: self.verify(*positional, **options)) from error
         if output is None:
-            blamed = returns_none(lambda: self.verify(*positional, **keywords))
+            blamed = returns_none(lambda: self.verify(*positional, **options))
             reason = f"expected [{len(arguments.seeds)}, {arguments.most_drafts + 1}] integer ids, got None"
-            lines = [f"verify: {reason}", *([f"  {blamed}"] if blamed else []), self.shown(arguments, 0)]
-            raise OutputError("\n".join(lines), suspect=NO_RETURN)
+            lines = [f"verify: {reason}", *([f"  {blamed}"] if blamed else []), self.call_text(arguments, 0)]
+            raise OutputError("\n".join(lines), suspect="no_return")
         return sound(output, arguments, self)
 
     def noting_nan(self) -> np.errstate:
@@ -192,21 +182,19 @@ class Subject:
                     if fewer.raised:
                         return fewer
             reason += f" (for {count} requests, of which this is the first; neither half of them raises)"
-        suspects = [name for pattern, name in RAISED.items() if re.search(pattern, str(error), re.IGNORECASE)]
+        suspects = [
+            name for pattern, name in MISTAKE_BY_MESSAGE.items() if re.search(pattern, str(error), re.IGNORECASE)
+        ]
         if suspects and self.invalid:
             suspects = ["nan_probabilities"]  # a caller's own test `weights.min() >= 0` fails for NaN, too
         if "NoneType" in str(error) and arguments.draft_logits is not None and (blamed := returns_none(call)):
-            reason, suspects = f"{reason}\n  {blamed}", [NO_RETURN]
-        return OutputError(f"verify raised {reason}\n{self.shown(arguments, 0)}", True, (suspects or [""])[0])
+            reason, suspects = f"{reason}\n  {blamed}", ["no_return"]
+        return OutputError(f"verify raised {reason}\n{self.call_text(arguments, 0)}", True, (suspects or [""])[0])
 
-    def shown(self, arguments: Arguments, index: int) -> str:
+    def call_text(self, arguments: Arguments, index: int) -> str:
         """Write the call with one request as Python."""
-        one = arguments.requests(slice(index, index + 1))
-        parts = [array(one.target_logits), array(one.draft_token_ids), *([array(one.parents)] if self.tree else [])]
-        if self.draft_logits_name is not None:
-            logits = "None" if one.draft_logits is None else array(one.draft_logits)
-            parts.append(f"{self.draft_logits_name}={logits}" if self.draft_logits_name else logits)
-        parts += [f"{name}={array(getattr(one, name))}" for name in VERIFIER_OPTIONS if name in self.takes]
+        positional, options = self.arguments_of_call(arguments.requests(slice(index, index + 1)))
+        parts = [*map(array, positional), *(f"{name}={array(value)}" for name, value in options.items())]
         indent = "\n           "
         return f"  called: verify({(',' + indent).join(parts)})"
 
@@ -293,19 +281,29 @@ def parameters_of(name: str, function: Callable[..., Any]) -> list[inspect.Param
         raise ValueError(f"{name}: expected a function whose signature Python can tell, got {function!r}") from None
 
 
+def options_of(parameters: list[inspect.Parameter], known: tuple[str, ...]) -> frozenset[str]:
+    """Return the known options that a function takes: all of them if it takes any keyword."""
+    anything = any(each.kind == each.VAR_KEYWORD for each in parameters)
+    return frozenset(known) if anything else frozenset(each.name for each in parameters) & frozenset(known)
+
+
+def required(parameters: list[inspect.Parameter], given: list[inspect.Parameter]) -> set[str]:
+    """Return the names of the parameters that need a value beside those given by position."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {each.name for each in parameters if each.default is each.empty and each.kind not in variadic} - {
+        each.name for each in given
+    }
+
+
 def draft_options(draft: Callable[..., Any]) -> frozenset[str]:
     """Return the options that a drafter takes."""
     parameters = parameters_of("draft", draft)
-    options = parameters[1:]
-    required = {each.name for each in options if each.default is each.empty and each.kind < each.VAR_KEYWORD}
-    if any(each.kind == each.VAR_KEYWORD for each in options):
-        return frozenset(DRAFTER_OPTIONS)
-    if not parameters or required - set(DRAFTER_OPTIONS):
+    if not parameters or required(parameters, parameters[:1]) - {*DRAFTER_OPTIONS}:
         raise ValueError(
             "draft: expected a function of (draft_logits) and of any of temperature, seeds, positions and offset, "
             f"got one of {inspect.signature(draft)}"
         )
-    return frozenset(each.name for each in options) & set(DRAFTER_OPTIONS)
+    return options_of(parameters[1:], DRAFTER_OPTIONS)
 
 
 def as_array(output: Any) -> NDArray[Any]:
@@ -327,7 +325,7 @@ def integers(output: Any, shape: tuple[int, ...]) -> Ids | str:
 
 
 def fields(output: Any) -> str:
-    """Say what a tuple, a dictionary or a dataclass holds, "" for anything else."""
+    """Return the types of the fields of a tuple, a dictionary or a dataclass; "" for anything else."""
     if isinstance(output, dict):
         names, values = [f"{name}: " for name in output], [*output.values()]
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
@@ -355,7 +353,7 @@ def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
     ids = integers(output, (requests, num_drafts + 1))
     if isinstance(ids, str):
         filled = ", each row filled up with -1" if isinstance(output, list) else ""
-        raise OutputError(f"verify: expected {expected}{filled}, got {ids}\n{subject.shown(arguments, 0)}")
+        raise OutputError(f"verify: expected {expected}{filled}, got {ids}\n{subject.call_text(arguments, 0)}")
     ended = ids == -1
     length = np.where(ended.any(axis=1), ended.argmax(axis=1), num_drafts + 1)
     slots = np.arange(num_drafts + 1)
@@ -377,10 +375,11 @@ def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
             given_as = "drafts" if arguments.parents is None else "nodes"
             what = f"got {ids[index].tolist()} for {given_as} {drafts[index].tolist()}"
             what += f" ({int(bad.sum())} of {requests} requests)"
-            call = f"{subject.shown(arguments, index)}\n  returned: {array(ids[index : index + 1])}"
-            suspect = SHOWN.get(rule, "")
+            call = f"{subject.call_text(arguments, index)}\n  returned: {array(ids[index : index + 1])}"
+            suspect = MISTAKE_BY_RULE.get(rule, "")
             if given[index] < num_drafts:
-                what, suspect = f"{what}\n  -1 means that there is no draft: is it used as an index?", NO_DRAFT
+                what += "\n  -1 means that there is no draft: is it used as an index?"
+                suspect = "minus_1_is_an_index"
             raise OutputError(f"verify: expected {rule},\n  {what}\n{call}", suspect=suspect)
     return ids
 
@@ -392,9 +391,9 @@ def given_drafts(drafts: Ids) -> Ids:
 
 def array(values: Any) -> str:
     """Write numbers as Python reads them, to four decimals, where they are few."""
-    if isinstance(values, float | int):
+    if values is None or isinstance(values, float | int):
         return repr(values)
-    if values.size > MOST_SHOWN:
+    if values.size > MAX_PRINTED:
         return f"<{values.dtype} {list(values.shape)}: ask with a smaller vocabulary to see it>"
     if not values.size:
         return f"np.zeros({values.shape}, dtype=np.{values.dtype})"

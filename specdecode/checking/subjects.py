@@ -4,6 +4,7 @@ Each is called as its own project calls it. What that project does elsewhere, su
 subject raises a ValueError, and the report says so.
 """
 
+import functools
 import importlib.util
 import inspect
 import sys
@@ -48,20 +49,22 @@ def load(name: str, files: dict[Path, ModuleType] | None = None) -> Loaded:
         function = load_function("subject", name, {} if files is None else files)
         return Loaded(function, None, name, function)
     first, *options = name.split(":")
-    if first not in SUBJECTS:
-        known = ", ".join(SUBJECTS)
-        raise ValueError(f"subject: expected file.py:function, or one of {known}, got {name!r}")
+    loaders = {**SUBJECTS, **RULES}
+    if first not in loaders:
+        raise ValueError(f"subject: expected file.py:function, or one of {', '.join(loaders)}, got {name!r}")
+    parameters = inspect.signature(loaders[first])
+    usage = ":".join([first, *(f"[{each}]" for each in parameters.parameters)])
+    try:
+        parameters.bind(*options)
+        numbers = [int(each) if each.isdigit() else float(each) for each in options] if first in RULES else []
+    except (TypeError, ValueError):  # too many options, or no number
+        raise ValueError(f"subject: expected {usage}, got {name!r}") from None
+    if first in RULES:
+        return Loaded(RULES[first](*numbers), None, name)
     try:
         return SUBJECTS[first](*options)
     except ImportError as error:
         raise ValueError(f"subject: expected one whose project is installed, got {name!r}: {error}") from error
-    except TypeError as error:  # too many options
-        raise ValueError(f"subject: expected {usage(first)}, got {name!r}") from error
-
-
-def usage(name: str) -> str:
-    """Return the usage text of a subject's options, `name:[option]...`."""
-    return ":".join([name, *(f"[{each}]" for each in inspect.signature(SUBJECTS[name]).parameters)])
 
 
 def load_function(argument: str, name: str, files: dict[Path, ModuleType]) -> Function:
@@ -97,7 +100,7 @@ def run_file(argument: str, file: Path) -> ModuleType:
     return module
 
 
-def only(condition: bool, what: str) -> None:
+def require(condition: bool, what: str) -> None:
     """Refuse what the project itself does elsewhere."""
     if not condition:
         raise ValueError(what)
@@ -115,48 +118,37 @@ def specdecode(method: str = "probabilistic", backend: str = "auto") -> Loaded:
     sampler = RejectionSampler(method, backend=backend)  # type: ignore[arg-type]
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def tensors(*arrays: Any) -> list[Any]:
-        return [None if each is None else torch.from_numpy(np.ascontiguousarray(each)).to(device) for each in arrays]
+    def tensor(value: Any) -> Any:
+        return torch.from_numpy(np.ascontiguousarray(value)).to(device) if isinstance(value, np.ndarray) else value
 
+    def with_tensors(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            values = {name: tensor(value) for name, value in options.items()}
+            return function(*map(tensor, arguments), **values).token_ids
+
+        return call
+
+    @with_tensors
     def verify(
         target_logits: Any, draft_token_ids: Any, draft_logits: Any, *, temperature: float, seeds: Any, positions: Any
     ) -> Any:
-        target, tokens, draft, seeds, positions = tensors(
-            target_logits, draft_token_ids, draft_logits, seeds, positions
-        )
-        if tokens.shape[1] == 0:
-            draft = None  # no row
-        output = sampler(target, tokens, draft, temperature=temperature, seeds=seeds, positions=positions)
-        return output.token_ids
+        draft = draft_logits if draft_token_ids.shape[1] else None  # without drafts it has no row
+        return sampler(target_logits, draft_token_ids, draft, temperature=temperature, seeds=seeds, positions=positions)
 
+    @with_tensors
     def draft(draft_logits: Any, *, temperature: float, seeds: Any, positions: Any, offset: int) -> Any:
-        logits, seeds, positions = tensors(draft_logits, seeds, positions)
-        return sampler.draft(logits, temperature=temperature, seeds=seeds, positions=positions, offset=offset).token_ids
+        return sampler.draft(draft_logits, temperature=temperature, seeds=seeds, positions=positions, offset=offset)
 
+    @with_tensors
     def tree(
         target_logits: Any, token_ids: Any, parents: Any, *, temperature: float, seeds: Any, positions: Any
     ) -> Any:
-        tensors_of_call = tensors(target_logits, token_ids, parents, seeds, positions)
-        target, tokens, links, seeds, positions = tensors_of_call
-        depth = max(depths(parents.tolist()))
-        options = {"temperature": temperature, "seeds": seeds, "positions": positions}
-        return sampler.tree(target, tokens, links, max_depth=depth, **options).token_ids
+        options: dict[str, Any] = {"max_depth": max(depths(parents.tolist())), "temperature": temperature}
+        return sampler.tree(target_logits, token_ids, parents, seeds=seeds, positions=positions, **options)
 
     name = f"specdecode {__version__} {method}, {backend}, {device}"
     return Loaded(verify, draft, name, tree if method == "strict" else None)
-
-
-def lossy(rule: str) -> Callable[..., Loaded]:
-    """Return the loader of a rule that is meant to be lossy; its options are numbers."""
-
-    def load_rule(*options: str) -> Loaded:
-        try:
-            numbers = [int(each) if each.isdigit() else float(each) for each in options]
-        except ValueError as error:
-            raise TypeError("options are numbers") from error
-        return Loaded(RULES[rule](*numbers), None, ":".join([rule, *options]))
-
-    return load_rule
 
 
 # --- transformers ------------------------------------------------------------------------------------------------------
@@ -169,10 +161,10 @@ def transformers() -> Loaded:
     speculative_sampling = import_module("transformers.generation.utils")._speculative_sampling
 
     def verify(target_logits: Any, draft_token_ids: Any, draft_logits: Any, *, temperature: float) -> Any:
-        only(draft_logits is not None, "without draft logits generate compares with samples, in its own loop")
-        only(temperature > 0, "greedy decoding is in generate's own loop")
+        require(draft_logits is not None, "without draft logits generate compares with samples, in its own loop")
+        require(temperature > 0, "greedy decoding is in generate's own loop")
         given = given_drafts(draft_token_ids)
-        only(bool((given > 0).all()), "without drafts generate samples, in its own loop")
+        require(bool((given > 0).all()), "without drafts generate samples, in its own loop")
         token_ids = np.full((len(target_logits), target_logits.shape[1]), -1)
         # Logits processors divide both models' logits by the temperature before.
         target, draft = (torch.from_numpy(logits / np.float32(temperature)) for logits in (target_logits, draft_logits))
@@ -193,7 +185,7 @@ def vllm(method: str = "standard") -> Loaded:
     """Call vLLM's `rejection_sample` on packed rows; `vllm:block` is its block verification."""
     import torch
 
-    only(method in ("standard", "block"), f"subject: expected vllm, vllm:standard or vllm:block, got vllm:{method}")
+    require(method in ("standard", "block"), f"subject: expected vllm, vllm:standard or vllm:block, got vllm:{method}")
     module = import_module("vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils")
 
     def verify(
@@ -232,7 +224,7 @@ def sglang(method: str = "standard") -> Loaded:
     """SGLang's verification of a chain with draft probabilities; `sglang:block` is its block verification."""
     import torch
 
-    only(
+    require(
         method in ("standard", "block"),
         f"subject: expected sglang, sglang:standard or sglang:block, got sglang:{method}",
     )
@@ -240,9 +232,9 @@ def sglang(method: str = "standard") -> Loaded:
     verification = import_module("sglang.kernels.ops.speculative.verify_sampling").chain_speculative_sampling_triton
 
     def verify(target_logits: Any, draft_token_ids: Any, draft_logits: Any, *, temperature: float) -> Any:
-        only(draft_logits is not None, "without draft probabilities SGLang verifies otherwise")
-        only(temperature > 0, "greedy requests are verified by another kernel")
-        only(bool((draft_token_ids >= 0).all()), "every request has as many drafts")
+        require(draft_logits is not None, "without draft probabilities SGLang verifies otherwise")
+        require(temperature > 0, "greedy requests are verified by another kernel")
+        require(bool((draft_token_ids >= 0).all()), "every request has as many drafts")
         batch, rows = target_logits.shape[:2]
 
         def probabilities(logits: Any) -> Any:
@@ -283,9 +275,9 @@ def flashinfer() -> Loaded:
     sampling = import_module("flashinfer.sampling")
 
     def verify(target_logits: Any, draft_token_ids: Any, draft_logits: Any, *, temperature: float) -> Any:
-        only(draft_logits is not None, "it needs draft probabilities")
-        only(temperature > 0, "it takes probabilities, and no temperature 0")
-        only(bool((draft_token_ids >= 0).all()), "every request has as many drafts")
+        require(draft_logits is not None, "it needs draft probabilities")
+        require(temperature > 0, "it takes probabilities, and no temperature 0")
+        require(bool((draft_token_ids >= 0).all()), "every request has as many drafts")
 
         def probabilities(logits: Any) -> Any:
             return sampling.softmax(torch.from_numpy(logits).cuda().flatten(0, 1), temperature).view(logits.shape)
@@ -299,5 +291,4 @@ def flashinfer() -> Loaded:
 
 SUBJECTS: dict[str, Callable[..., Loaded]] = {
     "specdecode": specdecode, "transformers": transformers, "vllm": vllm, "sglang": sglang, "flashinfer": flashinfer,
-    **{rule: lossy(rule) for rule in RULES},
 }  # fmt: skip

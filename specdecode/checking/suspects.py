@@ -15,29 +15,29 @@ import numpy as np
 from scipy.special import chdtrc, chdtri
 
 from specdecode.checking import greedy
-from specdecode.checking.cases import GREEDY, HISTORY, IN_A_CALL, INDEPENDENCE, LAST, STEPS, Case
+from specdecode.checking.cases import GREEDY, IN_A_CALL, INDEPENDENCE, LAST, MAIN, STEPS, Case
 from specdecode.checking.mistakes import MISTAKES
 from specdecode.checking.models import Models
-from specdecode.checking.runs import Outcome, run
+from specdecode.checking.runs import Outcome, Run
 from specdecode.checking.settings import Settings
 from specdecode.checking.statistics import homogeneity
 from specdecode.checking.subject import Arguments, Ids, Subject
 
-FITS = 1e-5
+MIN_P_VALUE = 1e-5
 """A mistake is left out if it differs with a smaller p-value, in all or in one case."""
 
-SHARED = 0.6
+MIN_SHARED = 0.6
 """At temperature 0 a mistake is left out if fewer of its kinds of error, and of those that were seen, are of both."""
 
-LOOKS = (2_000, 20_000)
+FIRST_SIZES = (2_000, 20_000)
 """Requests of the first comparisons, which leave most mistakes out."""
 
-MOST = 4
+MAX_NAMED = 4
 """Named at most."""
 
 
-def by_signature(asked: set[str], failed: set[str], of_trees: bool) -> list[str]:
-    """Return the ids of the mistakes whose signature is the set of failed checks, mistakes in trees first.
+def by_failed_checks(asked: set[str], failed: set[str], of_trees: bool) -> list[str]:
+    """Return the ids of the mistakes that fail exactly these checks, mistakes in trees first.
 
     If requests are not independent, most other checks fail, too: only the checks of independence are informative.
     """
@@ -47,9 +47,9 @@ def by_signature(asked: set[str], failed: set[str], of_trees: bool) -> list[str]
         asked = failed = {IN_A_CALL}  # the others take for granted what failed
     if STEPS in failed:
         asked, failed = asked - {LAST}, failed - {LAST}  # numbers that all come again show there, too
-    found = [name for name, mistake in MISTAKES.items() if mistake.signature and mistake.signature & asked == failed]
-    found = [name for name in found if of_trees or not MISTAKES[name].tree]
-    return sorted(found, key=lambda name: not MISTAKES[name].tree)
+    found = [name for name, known in MISTAKES.items() if known.failed_checks and known.failed_checks & asked == failed]
+    found = [name for name in found if of_trees or not MISTAKES[name].of_trees]
+    return sorted(found, key=lambda name: not MISTAKES[name].of_trees)
 
 
 def by_greedy(subject: Subject, arguments: Arguments, tokens: Ids) -> list[str]:
@@ -59,17 +59,17 @@ def by_greedy(subject: Subject, arguments: Arguments, tokens: Ids) -> list[str]:
     seen, distances = greedy.errors(arguments, tokens), {}
     accepts_all = bool((greedy.roles(arguments, tokens) == greedy.BONUS).any(axis=1).all())
     for name, mistake in MISTAKES.items():
-        if mistake.signature == {GREEDY}:
-            its_tokens = Subject.of(mistake.verifier).call(arguments)
+        if mistake.failed_checks == {GREEDY}:
+            its_tokens = Subject.of(mistake.verifiers[0]).call(arguments)
             if not accepts_all and (greedy.roles(arguments, its_tokens) == greedy.BONUS).any(axis=1).all():
                 continue  # it rejects nothing, and the verifier does
             own = greedy.errors(arguments, its_tokens)
             kinds, own_kinds = {*seen[seen > 0]}, {*own[own > 0]}
             shared = len(kinds & own_kinds) / len(kinds | own_kinds)
             counts = [np.bincount(each, minlength=greedy.DIVIDED + 1) for each in (seen, own)]
-            if shared >= SHARED:
+            if shared >= MIN_SHARED:
                 distances[name] = -shared, int(abs(counts[0] - counts[1]).sum())
-    return sorted(distances, key=lambda name: distances[name])[:MOST]
+    return sorted(distances, key=lambda name: distances[name])[:MAX_NAMED]
 
 
 def by_distribution(
@@ -78,16 +78,16 @@ def by_distribution(
     """Return the ids of the mistakes whose distribution fits, likeliest first."""
     distances: dict[str, tuple[bool, float]] = {}
     for name, mistake in MISTAKES.items():
-        if mistake.signature or bool(mistake.tree) != bool(settings.tree):
+        if mistake.failed_checks or mistake.of_trees != bool(settings.tree):
             continue
         if mistake.drafter is not None and subject.draft is None:
             continue
-        for verifier in (mistake.verifier, *mistake.forms):
+        for verifier in mistake.verifiers:
             simulated = Subject.of(verifier, mistake.drafter if subject.draft is not None else None, subject.tree)
             distance = compared(simulated, subject, settings, outcomes, failed)
             if distance is not None:
                 distances[name] = min(distance, distances.get(name, distance))
-    return sorted(distances, key=lambda name: distances[name])[:MOST]
+    return sorted(distances, key=lambda name: distances[name])[:MAX_NAMED]
 
 
 def compared(
@@ -98,29 +98,29 @@ def compared(
     None: it does not fit. The main case must fit, and one of those that failed.
     """
     fits, differing = [], ""
-    for case, requests in looks(settings.cases, outcomes, failed):
+    for case, requests in comparisons(settings.cases, outcomes, failed):
         models, seen = settings.models(case), outcomes[case.name]
         how = case.how._replace(draft_logits=case.how.draft_logits and "draft_logits" in subject.takes)
-        own = run(simulated, models, how, requests, settings.random(case.name, purpose=1))
+        own = Run(simulated, models, how, settings.random(case.name, purpose=1)).steps(requests)
         fit = homogeneity(cells(models, seen, requests), cells(models, own, requests))
         explained = not seen.impossible(models) or own.impossible(models) > 0
-        if fit.p_value < FITS or not explained:
-            if differing or case.name == HISTORY.name or failed == {case.name}:
+        if fit.p_value < MIN_P_VALUE or not explained:
+            if differing or case.name == MAIN.name or failed == {case.name}:
                 return None
             differing = case.name
         elif requests == len(seen.tokens):
             fits.append(fit)
     degrees = sum(fit.degrees for fit in fits)
     statistic = float(sum(chdtri(fit.degrees, fit.p_value) for fit in fits if fit.degrees))
-    if degrees and chdtrc(degrees, statistic) < FITS:
+    if degrees and chdtrc(degrees, statistic) < MIN_P_VALUE:
         return None
     return bool(differing), (statistic - degrees) / max(1.0, (2 * degrees) ** 0.5)
 
 
-def looks(cases: Sequence[Case], outcomes: Mapping[str, Outcome], failed: set[str]) -> list[tuple[Case, int]]:
+def comparisons(cases: Sequence[Case], outcomes: Mapping[str, Outcome], failed: set[str]) -> list[tuple[Case, int]]:
     """Return the cases with their numbers of requests to compare: the most informative per cost come first."""
     sizes = {case: len(outcomes[case.name].tokens) for case in cases if case.name in outcomes}
-    first = [(case, look) for case in cases[:1] for look in LOOKS if look < sizes.get(case, 0)]
+    first = [(case, size) for case in cases[:1] for size in FIRST_SIZES if size < sizes.get(case, 0)]
     return first + sorted(sizes.items(), key=lambda each: (each[0].name not in failed, each[1]))
 
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specdecode.checking.models import Floats, How, Ids, Models, draw, point_mass, softmax
+from specdecode.checking.models import Floats, How, Ids, Models, pick, point_mass, softmax
 
-MOST_TEXTS = 2**20
+MAX_TEXTS = 2**20
 
 
 def depths(parents: Sequence[int]) -> list[int]:
@@ -73,7 +73,7 @@ def draft(models: Models, how: How, requests: int, random: np.random.Generator) 
         if depth[node] > 0:
             parent, level = how.parents[node], depth[node] - 1
             probs = chances(models, how, level, below[parent].index(node))
-            tokens[:, node] = draw(probs[states[:, parent]], random)
+            tokens[:, node] = pick(probs[states[:, parent]], random.random(requests))
             states[:, node] = models.following[level][states[:, parent], tokens[:, node]]
     return tokens, states
 
@@ -84,7 +84,7 @@ def most_accepted(models: Models, how: How) -> tuple[float, float] | None:
     A method accepts the text x only if x is in the tree, and if it is exact, it emits x with probability p(x). So it accepts
     x with at most min(p(x), P(x in the tree)); the walk does so with their product. None: there are too many texts.
     """
-    if models.vocab_size**models.num_draft_tokens > MOST_TEXTS:
+    if models.vocab_size**models.num_draft_tokens > MAX_TEXTS:
         return None
     below = children(how.parents)
     states, target = np.zeros(1, dtype=np.int64), np.ones(1)

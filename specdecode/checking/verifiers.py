@@ -13,13 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specdecode.checking.models import point_mass, softmax
+from specdecode.checking.models import Floats, Logits, pick, point_mass, softmax
 from specdecode.checking.subject import Ids, given_drafts
 
-Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
-Logits = NDArray[np.float32]
-Noise = Callable[[Ids, Ids, int, int], Floats]
 
 
 class Use(IntEnum):
@@ -49,8 +46,8 @@ class Step(NamedTuple):
     """[n]: how many drafts each request has."""
 
     temperature: float
-    uniform: Callable[[int, int], Floats]
-    """Of an offset in the step and a use: [n] independent random numbers, uniform on (0, 1)."""
+    seeds: Ids
+    positions: Ids
 
     @property
     def requests(self) -> Ids:
@@ -68,8 +65,12 @@ class Step(NamedTuple):
         """Return each request's draft in a place: [n]; offsets beyond the drafts mean the last one."""
         return self.row(self.drafts[:, :, None].astype(np.float64), offsets)[:, 0].astype(np.int64)
 
+    def uniform(self, offset: int, use: int) -> Floats:
+        """Return a uniform random number for each request, [n], of an offset in the step and a use."""
+        return hashed(self.seeds, self.positions, offset, use)
+
     def uniforms(self, use: int = Use.ACCEPT) -> Floats:
-        """Return one for each draft: [n, K]."""
+        """Return a uniform random number for each draft, [n, K]."""
         columns = [self.uniform(i, use) for i in range(self.num_drafts)]
         return np.stack(columns, axis=1) if columns else np.zeros(self.drafts.shape)
 
@@ -91,22 +92,17 @@ def hashed(seeds: Ids, positions: Ids, offset: int, use: int) -> Floats:
     return ((state >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
 
 
-def pick(weights: Floats, uniform: Floats) -> Ids:
-    """Draw a token from each row of weights."""
-    sums = weights.cumsum(axis=1)
-    token = (sums <= uniform[:, None] * sums[:, -1:]).sum(axis=1)
-    return np.asarray(np.minimum(token, weights.shape[1] - 1), dtype=np.int64)
-
-
-def gumbel(uniform: Callable[[int], Floats], use: int, vocab_size: int) -> Floats:
-    """Return noise for each token: the largest of log p + noise is a draw from p. Each token's has a use of its own."""
-    return -np.log(-np.log(np.stack([uniform(use + len(Use) * token) for token in range(1, vocab_size + 1)], axis=1)))
-
-
 def log(probs: Floats) -> Floats:
     """Return logarithms, -inf of 0."""
     with np.errstate(divide="ignore"):
         return np.asarray(np.log(probs))
+
+
+def pick_by_gumbel(weights: Floats, uniform: Callable[[int], Floats], use: int) -> Ids:
+    """Draw the token with the largest log weight + Gumbel noise; each token's noise has a use of its own."""
+    uses = [use + len(Use) * token for token in range(1, weights.shape[1] + 1)]
+    noise = -np.log(-np.log(np.stack([uniform(each) for each in uses], axis=1)))
+    return np.asarray((log(weights) + noise).argmax(axis=1))
 
 
 # --- The parts of token verification -----------------------------------------------------------------------------------
@@ -129,7 +125,7 @@ def leading(step: Step, accepts: Bools) -> Ids:
 
 
 def residual(step: Step, accepted: Ids) -> Floats:
-    """max(0, p - q) of the row of the rejected draft, or p if that is 0 everywhere."""
+    """Return max(0, p - q) of the row of the rejected draft, or p if that is 0 everywhere."""
     return or_target(step, accepted, np.maximum(0, step.row(step.target, accepted) - step.row(step.draft, accepted)))
 
 
@@ -146,60 +142,36 @@ def last_row(step: Step) -> Floats:
 # --- The parts of block verification -----------------------------------------------------------------------------------
 
 
-def running_ratios(step: Step) -> Floats:
-    """c_0 ... c_K: [n, K + 1]."""
+def running_ratios(step: Step, most: float = 1) -> Floats:
+    """Return c_0 ... c_K, [n, K + 1]: c_i = min(most, c_{i - 1} p / q)."""
     ratios, each = [np.ones(len(step.drafts))], ratio(step)
     for i in range(step.num_drafts):
-        ratios.append(np.minimum(1, ratios[-1] * each[:, i]))
+        ratios.append(np.minimum(most, ratios[-1] * each[:, i]))
     return np.stack(ratios, axis=1)
 
 
-def block_acceptance(step: Step) -> Floats:
-    """h_1 ... h_K: [n, K]."""
-    ratios = running_ratios(step)
+def block_acceptance(step: Step, most: float = 1) -> Floats:
+    """Return h_1 ... h_K, [n, K]."""
+    ratios = running_ratios(step, most)
     result = ratios[:, 1:].copy()
     for i in range(1, step.num_drafts):
         mass = np.maximum(0, ratios[:, i, None] * step.target[:, i] - step.draft[:, i]).sum(axis=1)
-        h = np.where(ratios[:, i] == 1, 1, mass / np.maximum(mass + 1 - ratios[:, i], 1e-300))
+        h = np.where(ratios[:, i] >= 1, 1, mass / np.maximum(mass + 1 - ratios[:, i], 1e-300))
         result[:, i - 1] = np.where(i < step.given, h, ratios[:, i])
     return result
 
 
-def accept_by_blocks(step: Step) -> Bools:
-    """Try each length on its own."""
-    return np.asarray(step.uniforms() < block_acceptance(step))
-
-
 def longest(step: Step, accepts: Bools) -> Ids:
-    """The largest length that is accepted."""
+    """Return the largest length that is accepted."""
     lengths = np.arange(1, step.num_drafts + 1)
     return np.asarray(np.max(np.where(accepts & (lengths <= step.given[:, None]), lengths, 0), axis=1, initial=0))
 
 
-def block_residual(step: Step, accepted: Ids) -> Floats:
-    """max(0, c p - q) of the row after the accepted drafts."""
-    ratios = running_ratios(step)[step.requests, accepted]
+def block_residual(step: Step, accepted: Ids, most: float = 1) -> Floats:
+    """Return max(0, c p - q) of the row after the accepted drafts."""
+    ratios = running_ratios(step, most)[step.requests, accepted]
     weights = ratios[:, None] * step.row(step.target, accepted) - step.row(step.draft, accepted)
     return or_target(step, accepted, np.maximum(0, weights))
-
-
-# --- The parts of strict verification ----------------------------------------------------------------------------------
-
-
-def own_samples(step: Step) -> Ids:
-    """Draw from the target at each row: [n, K + 1]."""
-    rows = range(step.num_drafts + 1)
-    return np.stack([pick(step.target[:, i], step.uniform(i, Use.OWN)) for i in rows], axis=1)
-
-
-def accept_equals(step: Step) -> Bools:
-    """Accept a draft that is the target's own sample."""
-    return np.asarray(own_samples(step)[:, :-1] == step.drafts)
-
-
-def own_sample(step: Step, accepted: Ids) -> Floats:
-    """Emit the target's own sample."""
-    return point_mass(own_samples(step)[step.requests, accepted], step.target.shape[2])
 
 
 # --- All together ------------------------------------------------------------------------------------------------------
@@ -211,9 +183,7 @@ class Verifier:
 
     target_probs: Callable[[Logits, float], Floats] = softmax
     draft_probs: Callable[[Logits, float], Floats] = softmax
-    certain: Callable[[Ids, int], Floats] = point_mass
-    """q of a draft that comes without logits."""
-
+    draft_probs_without_logits: Callable[[Ids, int], Floats] = point_mass
     changes: Callable[[Step], Step] = lambda step: step
     """Before anything is decided."""
 
@@ -222,7 +192,6 @@ class Verifier:
     recovered: Callable[[Step, Ids], Floats] = residual
     bonus: Callable[[Step], Floats] = last_row
     emit: Callable[[Step, Floats, Ids], Ids] = lambda step, weights, accepted: pick(weights, step.uniform(0, Use.EMIT))
-    noise: Noise = hashed
 
     def __call__(
         self,
@@ -235,41 +204,21 @@ class Verifier:
         positions: Ids,
     ) -> Ids:
         """Return [n, K + 1] ids."""
-        step = self.step(target_logits, draft_token_ids, draft_logits, temperature, seeds, positions)
+        drafts, vocab_size = np.maximum(draft_token_ids, 0), target_logits.shape[2]
+        target = self.target_probs(target_logits, temperature)
+        if draft_logits is None:
+            draft = self.draft_probs_without_logits(drafts, vocab_size)
+        else:
+            draft = self.draft_probs(draft_logits, temperature)
+        given = given_drafts(draft_token_ids)
+        step = Step(target_logits, draft_logits, target, draft, drafts, given, temperature, seeds, positions)
+        step = self.changes(step)
         accepted = self.count(step, self.accepts(step))
         weights = np.where((accepted < step.given)[:, None], self.recovered(step, accepted), self.bonus(step))
         last = self.emit(step, weights, accepted)
         slots, count = np.arange(step.num_drafts + 1), accepted[:, None]
         padded = np.pad(draft_token_ids, ((0, 0), (0, 1)))
         return np.where(slots < count, padded, np.where(slots == count, last[:, None], -1))
-
-    def step(
-        self,
-        target_logits: Logits,
-        draft_token_ids: Ids,
-        draft_logits: Logits | None,
-        temperature: float,
-        seeds: Ids,
-        positions: Ids,
-    ) -> Step:
-        """Compute what is known before anything is decided."""
-        drafts = np.maximum(draft_token_ids, 0)
-        if draft_logits is None:
-            draft = self.certain(drafts, target_logits.shape[2])
-        else:
-            draft = self.draft_probs(draft_logits, temperature)
-        return self.changes(
-            Step(
-                target_logits,
-                draft_logits,
-                self.target_probs(target_logits, temperature),
-                draft,
-                drafts,
-                given_drafts(draft_token_ids),
-                temperature,
-                lambda offset, use: self.noise(seeds, positions, offset, use),
-            )
-        )
 
 
 @dataclass(frozen=True)
@@ -278,29 +227,42 @@ class Drafter:
 
     probs: Callable[[Logits, float], Floats] = softmax
     use: int = Use.DRAFT
+    draw: Callable[[Floats, Callable[[int], Floats], int], Ids] = lambda probs, uniform, use: pick(probs, uniform(use))
     left_out: Callable[[Floats, Ids], Bools] | None = None
     """The drafts to leave out after they were drawn."""
 
-    noise: Noise = hashed
-
     def __call__(self, draft_logits: Logits, *, temperature: float, seeds: Ids, positions: Ids, offset: int) -> Ids:
         """Return [n] ids."""
         probs = self.probs(draft_logits, temperature)
-        tokens = pick(probs, self.noise(seeds, positions - offset, offset, self.use))
+        tokens = self.draw(probs, lambda use: hashed(seeds, positions - offset, offset, use), self.use)
         return tokens if self.left_out is None else np.where(self.left_out(probs, tokens), -1, tokens)
 
 
-@dataclass(frozen=True)
-class GumbelDrafter(Drafter):
-    """Draws with noise for each token."""
+def block_verifier(most: float = 1) -> Verifier:
+    """Return block verification (Sun et al. 2024), whose running ratio is at most `most`: 1, but for a mistake."""
+    return Verifier(
+        accepts=lambda step: step.uniforms() < block_acceptance(step, most),
+        count=longest,
+        recovered=lambda step, accepted: block_residual(step, accepted, most),
+    )
 
-    def __call__(self, draft_logits: Logits, *, temperature: float, seeds: Ids, positions: Ids, offset: int) -> Ids:
-        """Return [n] ids."""
-        probs = self.probs(draft_logits, temperature)
-        noise = gumbel(lambda use: self.noise(seeds, positions - offset, offset, use), self.use, probs.shape[1])
-        return np.asarray((log(probs) + noise).argmax(axis=1))
+
+def strict_verifier(sample: Callable[[Step, int], Ids]) -> Verifier:
+    """Return strict verification: a draft is accepted if it equals `sample(step, i)`, the target's own sample of row i."""
+
+    def samples(step: Step) -> Ids:
+        return np.stack([sample(step, i) for i in range(step.num_drafts + 1)], axis=1)
+
+    def emitted(step: Step, places: Ids) -> Floats:
+        return point_mass(samples(step)[step.requests, places], step.target.shape[2])
+
+    return Verifier(
+        accepts=lambda step: samples(step)[:, :-1] == step.drafts,
+        recovered=emitted,
+        bonus=lambda step: emitted(step, step.given),
+    )
 
 
 TOKENS = Verifier()
-BLOCKS = Verifier(accepts=accept_by_blocks, count=longest, recovered=block_residual)
-STRICT = Verifier(accepts=accept_equals, recovered=own_sample, bonus=lambda step: own_sample(step, step.given))
+BLOCKS = block_verifier()
+STRICT = strict_verifier(lambda step, i: pick(step.target[:, i], step.uniform(i, Use.OWN)))

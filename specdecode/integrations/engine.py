@@ -99,7 +99,7 @@ def verify(sampler: RejectionSampler, call: dict[str, Any], kind: Hashable, chec
         checked.add(kind)
         return sampler.packed(**call) if "row_starts" in call else sampler(**call)
     batch = unchecked(**call)
-    output: SamplerOutput = backends.to_verify(sampler.backend, sampler.method, batch).verify(
+    output: SamplerOutput = backends.verifier_of(sampler.backend, sampler.method, batch).verify(
         sampler.method, batch, None
     )
     return output

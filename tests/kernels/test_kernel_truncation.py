@@ -435,12 +435,12 @@ def test_auto_is_eager_where_kernels_cannot_truncate(backend, monkeypatch):
         tensors = batch.target_logits, batch.draft_token_ids, batch.draft_logits, None, 0.8, 5, None
         checked = verification_batch(*tensors, **options)
         if is_possible:
-            assert backends.to_verify(backend, "probabilistic", checked) is kernels, (drafts, options)
+            assert backends.verifier_of(backend, "probabilistic", checked) is kernels, (drafts, options)
         elif backend == "auto":
-            assert backends.to_verify(backend, "probabilistic", checked) is eager, (drafts, options)
+            assert backends.verifier_of(backend, "probabilistic", checked) is eager, (drafts, options)
         else:
             with pytest.raises(ValueError, match="'triton' "):
-                backends.to_verify(backend, "probabilistic", checked)
+                backends.verifier_of(backend, "probabilistic", checked)
 
 
 def test_drafts_of_the_targets_temperature_are_known_by_where_it_is(monkeypatch):
@@ -456,4 +456,4 @@ def test_drafts_of_the_targets_temperature_are_known_by_where_it_is(monkeypatch)
     ):
         tensors = batch.target_logits, batch.draft_token_ids, batch.draft_logits, None, temperature, 5, None
         checked = verification_batch(*tensors, top_k=3, draft_sampling=PackageSampling(of_drafts))
-        assert backends.to_verify("auto", "probabilistic", checked) is backend, (temperature, of_drafts)
+        assert backends.verifier_of("auto", "probabilistic", checked) is backend, (temperature, of_drafts)

@@ -11,7 +11,7 @@ import numpy as np
 VOCAB = 24
 NUM_DRAFTS = 3
 MISTAKES = (
-    "recovered_from_target", "accept_everything", "bonus_from_last_draft_row", "temperature_ignored", "always_greedy",
+    "recovered_from_target", "accept_everything", "bonus_from_another_row", "temperature_ignored", "always_greedy",
 )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ class Model:
                 recovered = p if self.mistake == "recovered_from_target" else np.maximum(p - q, 0)
                 return [*new[len(text) :], self.pick(recovered)]
             new.append(x)
-        back = 1 if self.mistake == "bonus_from_last_draft_row" else 0
+        back = 1 if self.mistake == "bonus_from_another_row" else 0
         row = self.target[new[-2 - back], new[-1 - back]]
         return [*new[len(text) :], self.pick(softmax(row / t))]
 

@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from specdecode.checking.mistakes.record import EASY, Mistake
-from specdecode.checking.models import point_mass, softmax
+from specdecode.checking.cases import GREEDY as GREEDY_CHECK
+from specdecode.checking.mistakes.record import Mistake
+from specdecode.checking.models import Floats, Logits, point_mass, softmax
 from specdecode.checking.subject import Ids
-from specdecode.checking.verifiers import TOKENS, Bools, Floats, Logits, Step, Verifier, ratio
+from specdecode.checking.verifiers import TOKENS, Bools, Step, Verifier, ratio
+
+TAKE_ARGMAX = "Accept a draft if it is the argmax of its row, else emit the argmax; after the last one, that of row K."
 
 
 @dataclass(frozen=True)
@@ -22,43 +25,37 @@ class AtZero(Verifier):
         return verify(*arguments, temperature=temperature, **options)
 
 
-def greedy(sentence: str, remedy: str, source: str = EASY, **parts: Callable[..., Any]) -> Mistake:
+def greedy(sentence: str, remedy: str = TAKE_ARGMAX, **parts: Callable[..., Any]) -> Mistake:
     """Return a mistake that the greedy question alone sees."""
-    return Mistake(f"at temperature 0 {sentence}", source, remedy, AtZero(**parts), signature=frozenset({"greedy"}))
+    verifiers = (AtZero(**parts),)
+    return Mistake(f"at temperature 0 {sentence}", remedy, verifiers=verifiers, failed_checks={GREEDY_CHECK})
 
 
 def drawn(logits: Logits, temperature: float) -> Floats:
-    """Leave the rows as they are at temperature 1."""
+    """Return the rows at temperature 1."""
     return softmax(logits)
+
+
+def draft_at_1(step: Step) -> Floats:
+    """Return q at temperature 1."""
+    return step.draft if step.draft_logits is None else softmax(step.draft_logits)
 
 
 def likelier(step: Step) -> Bools:
     """Accept if p >= q, both at temperature 1."""
-    q = step.draft if step.draft_logits is None else softmax(step.draft_logits)
-    return np.asarray(step.of_drafts(softmax(step.target_logits)) >= step.of_drafts(q))
-
-
-def after_the_first(step: Step) -> Bools:
-    """Accept what follows the first draft."""
-    return np.asarray((ratio(step) >= 1) | (np.arange(step.num_drafts) > 0))
+    return np.asarray(step.of_drafts(softmax(step.target_logits)) >= step.of_drafts(draft_at_1(step)))
 
 
 def later_rows_drawn(step: Step) -> Step:
     """Take the argmax of the first row alone."""
-    later = softmax(step.target_logits[:, 1:])
-    draft = step.draft if step.draft_logits is None else softmax(step.draft_logits)
-    return step._replace(
-        target=np.concatenate([step.target[:, :1], later], axis=1),
-        draft=np.concatenate([step.draft[:, :1], draft[:, 1:]], axis=1),
-    )
+    target = np.concatenate([step.target[:, :1], softmax(step.target_logits[:, 1:])], axis=1)
+    return step._replace(target=target, draft=np.concatenate([step.draft[:, :1], draft_at_1(step)[:, 1:]], axis=1))
 
 
 def last_of_equal(logits: Logits, temperature: float) -> Floats:
     """Take the last id of the largest logit."""
     return point_mass(logits.shape[-1] - 1 - logits[..., ::-1].argmax(axis=-1), logits.shape[-1])
 
-
-TAKE_ARGMAX = "Accept a draft if it is the argmax of its row, else emit the argmax; after the last one, that of row K."
 
 GREEDY = {
     "greedy_draws": greedy(
@@ -68,21 +65,20 @@ GREEDY = {
         draft_probs=drawn,
     ),
     "greedy_accepts_if_likelier": greedy(
-        "a draft is accepted if p >= q, and not only if it is the argmax.", TAKE_ARGMAX, accepts=likelier
+        "a draft is accepted if p >= q, and not only if it is the argmax.", accepts=likelier
     ),
     "greedy_accepts_everything": greedy(
-        "every draft is accepted.", TAKE_ARGMAX, accepts=lambda step: np.ones(step.drafts.shape, dtype=bool)
+        "every draft is accepted.", accepts=lambda step: np.ones(step.drafts.shape, dtype=bool)
     ),
     "greedy_accepts_after_the_first": greedy(
         "the first draft alone is compared with the argmax: all after it are accepted.",
-        TAKE_ARGMAX,
-        accepts=after_the_first,
+        accepts=lambda step: (ratio(step) >= 1) | (np.arange(step.num_drafts) > 0),
     ),
     "greedy_bonus_drawn": greedy(
-        "the bonus token is drawn.", TAKE_ARGMAX, bonus=lambda step: step.row(softmax(step.target_logits), step.given)
+        "the bonus token is drawn.", bonus=lambda step: step.row(softmax(step.target_logits), step.given)
     ),
     "greedy_first_token_alone": greedy(
-        "the first token is the argmax, and all others are drawn.", TAKE_ARGMAX, changes=later_rows_drawn
+        "the first token is the argmax, and all others are drawn.", changes=later_rows_drawn
     ),
     "greedy_last_of_equal_logits": greedy(
         "the last of equal logits is taken, or one of them by chance.",

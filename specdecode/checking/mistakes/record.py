@@ -1,34 +1,35 @@
-"""The record of a known mistake, and a part that several mistakes share."""
+"""The record of a known mistake."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
-from specdecode.checking.models import softmax
-from specdecode.checking.verifiers import Drafter, Floats, Logits
+from specdecode.checking.verifiers import Drafter
 
-EASY = "easily made; no public report known to us"
+NO_REPORT = "easily made; no public report known to us"
 
 
 class Mistake(NamedTuple):
-    """A mistake and how to know it."""
+    """A known mistake. It is named if the output of its verifiers fits, if its checks fail, or by an error that shows it."""
 
     sentence: str
-    source: str
     remedy: str
-    verifier: Callable[..., Any]
+    source: str = NO_REPORT
+    verifiers: tuple[Callable[..., Any], ...] = ()
     drafter: Drafter | None = None
     """The drafter, if the mistake is in the drafts or needs them."""
 
-    forms: tuple[Callable[..., Any], ...] = ()
-    """Other verifiers with the same mistake."""
-
-    tree: tuple[int, ...] = ()
-    """A tree that shows it, of mistakes in verifying trees."""
-
-    signature: frozenset[str] = frozenset()
-    """The checks that fail, where that and not the distribution tells it."""
+    of_trees: bool = False
+    failed_checks: Set[str] = frozenset()
+    """The checks that fail, where these and not the output identify it."""
 
 
-def unscaled(logits: Logits, temperature: float) -> Floats:
-    """Leave the temperature out, unless it is 0."""
-    return softmax(logits, 0 if temperature == 0 else 1)
+def wrong(
+    sentence: str,
+    remedy: str,
+    *verifiers: Callable[..., Any],
+    source: str = NO_REPORT,
+    drafter: Drafter | None = None,
+    of_trees: bool = False,
+) -> Mistake:
+    """Return a mistake that verifiers make, each in another form."""
+    return Mistake(sentence, remedy, source, verifiers, drafter, of_trees)

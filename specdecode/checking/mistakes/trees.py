@@ -1,57 +1,62 @@
 """A right verifier of trees in parts, and its mistakes.
 
-Read `TreeVerifier.__call__` first: at a node, try one child after the other by min(1, w / q) with weights w that begin as p
-and become the residual of w - q after each failure. Without q, a draft is a point mass, and the residual is w without it.
+Read `TreeVerifier.__call__` first: at a node, try one child x after the other by min(1, w / q) with weights w that begin as
+p and become the residual of w - q after each failure. Without q, a draft is a point mass, and the residual is w without it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdecode.checking.mistakes.record import EASY, Mistake
-from specdecode.checking.models import point_mass, softmax
+from specdecode.checking.mistakes.record import wrong
+from specdecode.checking.models import Floats, Logits, pick, point_mass, softmax
 from specdecode.checking.subject import Ids
 from specdecode.checking.trees import children, depths
-from specdecode.checking.verifiers import Floats, Logits, Use, hashed, pick
+from specdecode.checking.verifiers import Use, hashed
 
 TREE = (-1, 0, 0, 1, 1)
 
 
 class Node(NamedTuple):
-    """The node that each request has reached."""
+    """The node that each request has reached, and the child that it tries."""
 
     target: Floats
-    """[n, V] p of the row that judges its children."""
+    """[n, V] p of the row that judges the children."""
 
     draft: Floats
-    """[n, V] q of its children: 0 without draft logits."""
+    """[n, V] q of the children: 0 without draft logits."""
 
     tried: Ids
     """[n, V]: how often each token was tried."""
 
+    weights: Floats
+    """[n, V] w: p, or what is left of it after failed siblings."""
 
-def ratio(node: Node, weights: Floats, draft: Floats, token: Ids) -> Floats:
-    """Return w(x) / q(x) of a sibling x."""
-    rows = np.arange(len(token))
-    w, q = weights[rows, token], draft[rows, token]
+    token: Ids
+    """[n] x."""
+
+    def of_token(self, rows: Floats) -> Floats:
+        """Return the entry of x in rows [n, V]."""
+        return np.asarray(rows[np.arange(len(self.token)), self.token])
+
+
+def ratio(node: Node, draft: Floats) -> Floats:
+    """Return w(x) / q(x)."""
+    w, q = node.of_token(node.weights), node.of_token(draft)
     return np.asarray(np.divide(w, q, out=np.zeros_like(w), where=q > 0))
 
 
-def ratio_of_row(node: Node, weights: Floats, draft: Floats, token: Ids) -> Floats:
+def ratio_of_row(node: Node, draft: Floats) -> Floats:
     """Return p(x) / q(x) of the whole row, also after other siblings failed."""
-    return ratio(node, node.target, draft, token)
+    return ratio(node._replace(weights=node.target), draft)
 
 
-def target_probability(node: Node, weights: Floats, draft: Floats, token: Ids) -> Floats:
-    """Return p(x) of a sibling x: the chance that a fresh draw from the row equals it."""
-    return np.asarray(node.target[np.arange(len(token)), token])
-
-
-def residual(node: Node, weights: Floats, draft: Floats) -> Floats:
-    """Return norm(max(0, w - q)), or w if that is 0 everywhere."""
-    return normalised(np.maximum(0, weights - draft), weights)
+def running_sum(node: Node, draft: Floats) -> Floats:
+    """Return the sum of p over the siblings that were tried and this one."""
+    return np.asarray((node.tried * node.target).sum(axis=1) + node.of_token(node.target))
 
 
 def normalised(weights: Floats, otherwise: Floats) -> Floats:
@@ -61,21 +66,9 @@ def normalised(weights: Floats, otherwise: Floats) -> Floats:
     return np.asarray(np.where(sums > 0, weights, otherwise) / sums_used)
 
 
-def running_sum(node: Node, weights: Floats, draft: Floats, token: Ids) -> Floats:
-    """Return the sum of p over the siblings that were tried and this one."""
-    tried = (node.tried * node.target).sum(axis=1)
-    return np.asarray(tried + node.target[np.arange(len(token)), token])
-
-
-def without_tried(node: Node, draft: Floats) -> Floats:
-    """Return q without the siblings that were tried, as if drawn without replacement."""
-    return normalised(np.where(node.tried > 0, 0, draft), draft)
-
-
-def by_draft(draft: Floats, tokens: Ids) -> Ids:
-    """Return the order of siblings, [n, width], by q; -1 is no sibling."""
-    keys = np.where(tokens >= 0, np.take_along_axis(draft, np.maximum(tokens, 0), axis=1), -1)
-    return np.asarray((-keys).argsort(axis=1, kind="stable"))
+def residual(weights: Floats, draft: Floats) -> Floats:
+    """Return norm(max(0, w - q)), or w if that is 0 everywhere."""
+    return normalised(np.maximum(0, weights - draft), weights)
 
 
 @dataclass(frozen=True)
@@ -88,15 +81,18 @@ class TreeVerifier:
     last_row: Callable[[int, list[int]], int] = lambda node, parents: node
     """The row of the token after a node without children."""
 
-    accept: Callable[[Node, Floats, Floats, Ids], Floats] = ratio
-    update: Callable[[Node, Floats, Floats], Floats] = residual
-    q: Callable[[Node, Floats], Floats] = lambda node, draft: draft
+    accept: Callable[[Node, Floats], Floats] = ratio
+    """The probability to accept the child, by q."""
+
+    q: Callable[[Node], Floats] = lambda node: node.draft
     """The distribution that the next sibling is judged by."""
 
-    final: Callable[[Node, Floats], Floats] = lambda node, weights: weights
+    final: Callable[[Node], Floats] = lambda node: node.weights
     """The weights of the token after all siblings failed."""
 
-    order: Callable[[Floats, Ids], Ids] | None = None
+    sorts_siblings: bool = False
+    """Whether drawn siblings are tried in the order of q."""
+
     skip_equal: bool = True
     """Whether a sibling equal to one that failed is skipped where no q is given."""
 
@@ -135,28 +131,29 @@ class TreeVerifier:
         output = np.full((len(p), max(depths(links)) + 1), -1)
         at, alive = np.zeros(len(p), dtype=np.int64), np.ones(len(p), dtype=bool)
         for depth in range(output.shape[1]):
-            here = Node(p[rows, judging[at]], q[rows, at], np.zeros((len(p), vocab), dtype=np.int64))
-            weights, siblings = here.target, table[at]
-            if self.order is not None and draft_logits is not None:
-                tokens = np.where(siblings >= 0, token_ids[rows[:, None], siblings], -1)
-                siblings = np.take_along_axis(siblings, self.order(here.draft, tokens), axis=1)
+            target, tried = p[rows, judging[at]], np.zeros((len(p), vocab), dtype=np.int64)
+            here, siblings = Node(target, q[rows, at], tried, target, at), table[at]
+            if self.sorts_siblings and draft_logits is not None:
+                keys = np.take_along_axis(here.draft, token_ids[rows[:, None], siblings], axis=1)
+                order = np.where(siblings >= 0, -keys, 1).argsort(axis=1, kind="stable")
+                siblings = np.take_along_axis(siblings, order, axis=1)
             accepted = np.full(len(p), -1)
             coin = np.zeros(len(p))
             for rank in range(width):
                 child = siblings[:, rank]
-                token = token_ids[rows, child]
+                here = here._replace(token=token_ids[rows, child])
                 trying = alive & (accepted < 0) & (child >= 0)
                 if self.skip_drawn if draft_logits is not None else self.skip_equal:
-                    trying &= here.tried[rows, token] == 0
-                draft = self.q(here, here.draft) if draft_logits is not None else point_mass(token, vocab)
+                    trying &= tried[rows, here.token] == 0
+                draft = self.q(here) if draft_logits is not None else point_mass(here.token, vocab)
                 coin = np.where(trying, hashed(seeds, positions, depth, Use.ACCEPT + 8 * self.coin(rank)), coin)
-                hit = trying & (coin < self.accept(here, weights, draft, token))
+                hit = trying & (coin < self.accept(here, draft))
                 failed = trying & ~hit
-                weights = np.where(failed[:, None], self.update(here, weights, draft), weights)
-                here.tried[rows, token] += failed
+                here = here._replace(weights=np.where(failed[:, None], residual(here.weights, draft), here.weights))
+                tried[rows, here.token] += failed
                 accepted = np.where(hit, child, accepted)
             leaf = (table[at, 0] < 0)[:, None]
-            weights = np.where(leaf, p[rows, ending[at]], self.final(here, weights))
+            weights = np.where(leaf, p[rows, ending[at]], self.final(here))
             fresh = hashed(seeds, positions, depth, Use.EMIT)
             last = pick(weights, np.where(leaf[:, 0] | (not self.same_coin_last), fresh, coin))
             emitted = np.where(accepted >= 0, token_ids[rows, accepted], last)
@@ -165,47 +162,11 @@ class TreeVerifier:
         return output
 
 
-@dataclass(frozen=True)
-class Walk:
-    """Draws the target's own token at each node, and follows the child that equals it."""
-
-    offset: Callable[[int, int], int] = lambda node, depth: depth
-    """The distance of a token's noise from the step's position."""
-
-    def __call__(
-        self,
-        target_logits: Logits,
-        token_ids: Ids,
-        parents: Ids,
-        *,
-        temperature: float = 1.0,
-        seeds: Ids,
-        positions: Ids,
-    ) -> Ids:
-        """Return [n, depth + 1] ids."""
-        depth, p = depths(parents.tolist()), softmax(target_logits, temperature)
-        rows, count = np.arange(len(p)), len(depth)
-        offsets = [self.offset(node, depth[node]) for node in range(count)]
-        own = np.stack(
-            [pick(p[:, node], hashed(seeds, positions + offsets[node], 0, Use.OWN)) for node in range(count)], axis=1
-        )
-        output = np.full((len(p), max(depth) + 1), -1)
-        at, alive = np.zeros(len(p), dtype=np.int64), np.ones(len(p), dtype=bool)
-        for step in range(output.shape[1]):
-            output[:, step] = np.where(alive, own[rows, at], -1)
-            equal = (parents == at[:, None]) & (token_ids == own[rows, at][:, None]) & (np.arange(count) > 0)
-            alive, at = alive & equal.any(axis=1), equal.argmax(axis=1)
-        return output
-
-
 REJECTION = TreeVerifier()
 TARGET_ONLY = TreeVerifier(accept=running_sum, coin=lambda rank: 0, uses_q=False)
 
 
-def of_trees(sentence: str, remedy: str, *verifiers: Any, source: str = EASY, signature: str = "") -> Mistake:
-    """Return a mistake in verifying trees."""
-    names = frozenset({signature} if signature else ())
-    return Mistake(f"tree: {sentence}", source, remedy, verifiers[0], forms=verifiers[1:], tree=TREE, signature=names)
+of_trees = partial(wrong, of_trees=True)
 
 
 def of_both(**parts: Any) -> tuple[TreeVerifier, TreeVerifier]:
@@ -219,86 +180,73 @@ def parent_of(node: int, parents: list[int]) -> int:
 
 TREES = {
     "tree_accepts_everything": of_trees(
-        "the first child of every node is accepted.",
+        "tree: the first child of every node is accepted.",
         "Compare a uniform number with p / q at every node.",
-        TreeVerifier(accept=lambda node, weights, draft, token: np.ones(len(token))),
+        TreeVerifier(accept=lambda node, draft: np.ones(len(node.token))),
     ),
     "tree_row_of_the_parent": of_trees(
-        "children are judged by the row of their grandparent.",
+        "tree: children are judged by the row of their grandparent.",
         "The row of a node judges its children: row n follows node n.",
         *of_both(row=parent_of),
         *of_both(row=parent_of, last_row=parent_of),
     ),
-    "tree_bonus_from_the_parents_row": of_trees(
-        "the token after a node without children comes from its parent's row.",
+    "tree_bonus_from_another_row": of_trees(
+        "tree: the token after a node without children comes from another row: of its parent, or of the last node.",
         "Draw it from the row of the last accepted node.",
         *of_both(last_row=parent_of),
-    ),
-    "tree_bonus_from_the_last_node": of_trees(
-        "the token after a node without children comes from the row of the last node.",
-        "Draw it from the row of the last accepted node.",
         *of_both(last_row=lambda node, parents: len(parents) - 1),
     ),
     "tree_last_token_from_target": of_trees(
-        "after all siblings failed the token is drawn from p, not from the residual.",
+        "tree: after all siblings failed the token is drawn from p, not from the residual.",
         "Draw it from what is left of p after the failed siblings.",
-        *of_both(final=lambda node, weights: node.target),
+        *of_both(final=lambda node: node.target),
     ),
     "tree_siblings_by_the_whole_row": of_trees(
-        "each sibling is judged by p / q of the whole row, with one residual at the end or none.",
+        "tree: each sibling is judged by p / q of the whole row, with one residual at the end or none.",
         "After a failed sibling replace p by the residual; siblings that were not drawn are judged without q.",
-        TreeVerifier(accept=ratio_of_row, final=lambda node, weights: residual(node, node.target, node.draft)),
-        TreeVerifier(accept=ratio_of_row, final=lambda node, weights: node.target),
+        TreeVerifier(accept=ratio_of_row, final=lambda node: residual(node.target, node.draft)),
+        TreeVerifier(accept=ratio_of_row, final=lambda node: node.target),
         source="TensorRT-LLM pull request 12588",
     ),
     "tree_siblings_in_the_order_of_q": of_trees(
-        "drawn siblings are tried in the order of q, not as they were drawn.",
+        "tree: drawn siblings are tried in the order of q, not as they were drawn.",
         "Try them in an order that does not depend on their tokens.",
-        TreeVerifier(order=by_draft),
+        TreeVerifier(sorts_siblings=True),
     ),
     "tree_equal_siblings_counted_twice": of_trees(
-        "a running sum of p counts an equal sibling again.",
+        "tree: a running sum of p counts an equal sibling again.",
         "Skip a sibling whose token has failed already.",
         replace(TARGET_ONLY, skip_equal=False),
         source="SGLang's tree_speculative_sampling_target_only",
     ),
     "tree_equal_siblings_skipped": of_trees(
-        "a drawn sibling that equals a failed one is skipped.",
+        "tree: a drawn sibling that equals a failed one is skipped.",
         "Judge it by the residual, and update that again: it was drawn, too.",
         TreeVerifier(skip_drawn=True),
     ),
     "tree_judged_as_without_replacement": of_trees(
-        "siblings are drawn independently, and judged as if drawn without replacement.",
+        "tree: siblings are drawn independently, and judged as if drawn without replacement.",
         "Leave the failed siblings in q.",
-        TreeVerifier(q=without_tried),
+        TreeVerifier(q=lambda node: normalised(np.where(node.tried > 0, 0, node.draft), node.draft)),
     ),
     "tree_one_uniform_for_siblings": of_trees(
-        "one uniform number decides about all siblings of a node.",
+        "tree: one uniform number decides about all siblings of a node.",
         "Draw a number for each sibling, or compare one with the running sum of p.",
         *(replace(each, accept=ratio, coin=lambda rank: 0) for each in (REJECTION, TARGET_ONLY)),
     ),
     "tree_target_drawn_again": of_trees(
-        "the target's token is drawn again for each sibling that it is compared with, and again at the end.",
+        "tree: the target's token is drawn again for each sibling that it is compared with, and again at the end.",
         "Draw one token from the target's row at each node, compare it with all siblings, and emit it.",
         TreeVerifier(
-            accept=target_probability, final=lambda node, weights: node.target, skip_equal=False, uses_q=False
+            accept=lambda node, draft: node.of_token(node.target),
+            final=lambda node: node.target,
+            skip_equal=False,
+            uses_q=False,
         ),
     ),
     "tree_coin_used_again": of_trees(
-        "the number that rejected the siblings draws the token after them.",
+        "tree: the number that rejected the siblings draws the token after them.",
         "Use a number of its own for each decision.",
         replace(TARGET_ONLY, same_coin_last=True),
-    ),
-    "tree_noise_by_node": of_trees(
-        "the noise of a token belongs to its node, not to its depth, so a later step has it again.",
-        "The position of a node's token is that of the step plus the node's depth.",
-        Walk(offset=lambda node, depth: node),
-        signature="last tokens",
-    ),
-    "tree_leaves_the_path": of_trees(
-        "the accepted tokens are no path of the tree: each must be a child of the one before.",
-        "Go on with the children of the accepted node, and return one token after the path.",
-        lambda target_logits, token_ids, parents: token_ids[:, : max(depths(parents.tolist())) + 1] * 0,
-        signature="an error",
     ),
 }
