@@ -607,7 +607,7 @@ class RejectionSampler:
 
         Returns:
             Token ids, [batch]; with `width` [batch, width], ordered by how likely each is the target's own token, then -1
-            if fewer tokens are possible. Also `draft_logsumexp` and `draft_cutoff` for a verification.
+                if fewer tokens are possible. Also `draft_logsumexp` and `draft_cutoff` for a verification.
 
         Raises:
             TypeError: an argument of the wrong type or dtype.

@@ -257,6 +257,13 @@ def benchmarks(tmp_path, monkeypatch):
     mixed = {"commit": "aaaaaaaaaaaa", "date": "2026-01-01", "read_TB/s": 4.5, "results": results}
     (tmp_path / "mixed.json").write_text(json.dumps(mixed))
     (tmp_path / "nameless.json").write_text(json.dumps({"results": {f"128 requests, {of}": {"vLLM": time(700.0)}}}))
+    ratios = {"T .8": 0.981, "T .8, top-p .95": 1.1892, "greedy": 1.5}
+    cells = [{"drafter": "n-gram", "sampling": sampling, "ratio": ratio} for sampling, ratio in ratios.items()]
+    calls = {
+        name: {"call_us": {"median": 8.0, "iqr": iqr}} for name, iqr in {"triton": 2.0, "triton block": 4.0}.items()
+    }
+    engine = {"cells": cells, "results": {f"eager call, 1 request, {of}": calls}}
+    (tmp_path / "engine.json").write_text(json.dumps(engine))
     monkeypatch.setattr(records, "RECORDS", tmp_path)
     records.load.cache_clear()
     yield benchmarks
@@ -292,6 +299,17 @@ def test_no_difference_or_ratio_is_drawn_between_kernels_of_two_commits(benchmar
     plain = "128, 3, 0.7; straightforward"
     assert benchmarks.ratio_inline(f"mixed; {plain} / {few}", "", "", None) == "10.0"
     assert benchmarks.ratio_inline(f"nameless; 128, 3, 0.7; vLLM / mixed; {plain}", "", "", None) == "1.2"
+
+
+def test_a_number_in_a_sentence_is_a_part_of_a_result_and_a_range_has_its_smallest_and_largest(benchmarks):
+    look_up = importlib.import_module("docs._tools.records").look_up
+    assert look_up("mixed; 256, 3, 0.7; probabilistic, top-p .95") == 20.0
+    assert look_up("mixed; 256, 3, 0.7; triton; device_us; median") == 100.0
+    gains = "gains; engine; n-gram; sampled"
+    assert benchmarks.range_inline(gains, "", "", None) == "-2 to 19&nbsp;%"
+    assert benchmarks.range_inline("spreads; engine; call; call_us", "", "", None) == "25 to 50&nbsp;%"
+    with pytest.raises(Exception, match="empty"):
+        benchmarks.range_inline(gains.replace("n-gram", "model"), "", "", None)
 
 
 def test_a_record_says_how_many_of_its_results_are_of_which_commit(benchmarks):
@@ -330,6 +348,16 @@ def test_the_search_finds_the_residual(server):
         results.first.wait_for(timeout=20_000)
         assert "residual" in results.all_inner_texts()[0].lower()
         assert not complaints
+
+
+def test_the_copy_button_copies_code_as_it_is(server):
+    with opened(server) as (tab, _):
+        tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        tab.goto(server.address + "learn/drafting/")
+        code = tab.locator(".md-typeset pre > code").first
+        code.hover()
+        tab.locator(".md-typeset pre > nav button").first.click()
+        assert tab.evaluate("navigator.clipboard.readText()") == code.text_content().rstrip("\n")
 
 
 def search_for(tab, words: str) -> None:

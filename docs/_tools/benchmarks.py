@@ -6,7 +6,7 @@
     ```
 
     takes `#!measured h200; 256, 3, 0.7; triton` and is `#!ratio h200; 8, 3, 0.7; straightforward / h200; 8, 3, 0.7; triton`
-    as fast
+    as fast; tokens a second change by `#!range gains; h200-serving-real; n-gram; greedy`
 
 The build fails if a record lacks a number, or if a difference or ratio mixes times of this package at two commits.
 
@@ -61,6 +61,35 @@ def ratio_inline(source: str, language: str, css_class: str, md: Any) -> str:
         raise InlineHiliteException(f"ratio: {source!r}: {error!r}") from error
 
 
+def range_inline(source: str, language: str, css_class: str, md: Any) -> str:
+    """Return the smallest and the largest of several numbers of a record, in percent."""
+    try:
+        what, *where = (part.strip() for part in source.split(";"))
+        values = RANGES[what](*where)
+        return f"{round(100 * min(values))} to {round(100 * max(values))}&nbsp;%"
+    except (LookupError, TypeError, ValueError) as error:
+        raise InlineHiliteException(f"range: {source!r}: {error!r}") from error
+
+
+def gains(record: str, drafter: str, sampling: str) -> list[float]:
+    """Return the relative changes of tokens a second in an engine, of greedy or of sampled requests."""
+    return [
+        cell["ratio"] - 1
+        for cell in load(record)["cells"]
+        if cell.get("drafter", load(record).get("draft")) == drafter
+        and (cell["sampling"] == "greedy") == (sampling == "greedy")
+    ]
+
+
+def spreads(record: str, kind: str, value: str) -> list[float]:
+    """Return the interquartile ranges of a time, relative to its medians."""
+    times = [cell.values[value] for cell in cells(record, kind=kind) if value in cell.values]
+    return [time["iqr"] / time["median"] for time in times]
+
+
+RANGES: dict[str, Callable[..., list[float]]] = {"gains": gains, "spreads": spreads}
+
+
 def shown(value: float) -> str:
     """Return a number with one decimal, or without decimals if it is large or an integer."""
     return f"{value:,.0f}" if value >= 1000 or isinstance(value, int) else f"{value:.1f}"
@@ -103,30 +132,32 @@ def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], text_columns:
     return f"<table><thead>{row('th', head)}</thead><tbody>{body}</tbody></table>{commits}"
 
 
-def by_shape(
-    results: list[Cell], first: str, show: Callable[[dict[str, Any]], str], leave_out: Iterable[str] = ()
-) -> str:
+def pivot(head: list[str], found: Iterable[tuple[tuple[str, ...], str, str]], text_columns: int = 1) -> str:
+    """Return a table of numbers, each given with the first cells of its row and the head of its column."""
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for first, column, content in found:
+        rows.setdefault(first, {})[column] = content
+        columns[column] = None
+    if not rows:
+        raise LookupError("no cell holds what is to be shown")
+    table = [[*first, *[row.get(column, "") for column in columns]] for first, row in rows.items()]
+    return html_table([*head, *columns], table, text_columns)
+
+
+def by_shape(results: list[Cell], first: str, show: Callable[[dict[str, Any]], str]) -> str:
     """Return a table of cells: a row for each provider, a column for each number of requests and drafts.
 
     There are more providers than sizes of batches, and their names are long: as columns they would not fit a page.
     """
-    rows: dict[str, dict[str, str]] = {}
-    columns: dict[str, None] = {}
+    found = []
     for cell in results:
-        if cell.provider in leave_out:
-            continue
         try:
             content = show(cell.values) + cell.of_commit
         except KeyError:
             continue
-        key = shape(cell) if cell.kind != "row" else f"{cell.count:,}"
-        columns[key] = None
-        rows.setdefault(cell.title, {})[key] = content
-    if not rows:
-        raise LookupError("no cell holds what is to be shown")
-    return html_table(
-        [first, *columns], ([title, *(row.get(key, "") for key in columns)] for title, row in rows.items())
-    )
+        found.append(((cell.title,), shape(cell) if cell.kind != "row" else f"{cell.count:,}", content))
+    return pivot([first], found)
 
 
 def shape(cell: Cell) -> str:
@@ -299,28 +330,18 @@ def truncated_table(
     )
 
 
-def rows_table(record: str, kind: str = "request") -> str:
-    """Show times on realistic rows, and their ratio to times on rows without structure."""
-    found: dict[tuple[str, float | None], dict[int, dict[str, Cell]]] = {}
-    for cell in cells(record, kind=kind, dtype="bfloat16"):
-        if cell.drafts in (0, 3):
-            by_count = found.setdefault((cell.title, cell.temperature), {})
-            by_count.setdefault(cell.count, {})[cell.rows] = cell
-    both = {key: {n: of for n, of in each.items() if len(of) == 2} for key, each in found.items()}
-    counts = sorted({count for each in both.values() for count in each})
-
-    def content(of: dict[str, Cell]) -> str:
-        times = [of[rows].values["device_us"]["median"] for rows in ("peaked", "realistic")]
-        commit = one_commit(*of.values()).of_commit
-        return f"{shown(times[1])}{commit} ({times[1] / times[0] - 1:+.0%})"
-
-    table = [
-        [title, f"{temperature:g}", *[content(each[count]) if count in each else "" for count in counts]]
-        for (title, temperature), each in both.items()
-        if each
+def adjustments_table(record: str) -> str:
+    """Compare steps with kinds of adjustments, as `probabilistic / strict`."""
+    times: dict[str, dict[int, dict[str, str]]] = {}
+    for cell in cells(record, kind="adjustments"):
+        method, _, kind = cell.provider.partition(", ")
+        times.setdefault(kind, {}).setdefault(cell.count, {})[method] = device_time(cell.values) + cell.of_commit
+    counts = list(dict.fromkeys(count for by_count in times.values() for count in by_count))
+    rows = [
+        [kind, *[f"{by_count[count]['probabilistic']} / {by_count[count]['strict']}" for count in counts]]
+        for kind, by_count in times.items()
     ]
-    what = "row" if kind == "row" else "request"
-    return html_table(["", "T", *[f"{count:,} {what}{'s' * (count > 1)}" for count in counts]], table, text_columns=2)
+    return html_table(["Requests", *[f"{count:,}" for count in counts]], rows)
 
 
 def packed_table(record: str) -> str:
@@ -343,17 +364,13 @@ def packed_table(record: str) -> str:
 
 def in_vllm_table(record: str, show: str = "device_us") -> str:
     """Compare verifications in vLLM's classes: a row for each number of requests and kind of drafts and truncation."""
-    rows: dict[tuple[str, str], dict[str, str]] = {}
+    found = []
     for cell in cells(record, kind="in vLLM"):
         provider, _, what = cell.provider.partition(", ")
-        row = rows.setdefault((f"{cell.count:,}", what.removesuffix(", plain")), {})
-        row["vLLM" if provider == "vllm" else f"`{provider}`"] = shown(cell.values[show]["median"]) + cell.of_commit
-    titles = list(dict.fromkeys(title for row in rows.values() for title in row))
-    return html_table(
-        ["Requests", "Drafts", *titles],
-        [[*key, *[row.get(title, "") for title in titles]] for key, row in rows.items()],
-        text_columns=2,
-    )
+        title = "vLLM" if provider == "vllm" else f"`{provider}`"
+        content = shown(cell.values[show]["median"]) + cell.of_commit
+        found.append(((f"{cell.count:,}", what.removesuffix(", plain")), title, content))
+    return pivot(["Requests", "Drafts"], found, text_columns=2)
 
 
 def truncation_in_vllm_table(record: str) -> str:
@@ -376,14 +393,76 @@ def logprobs_table(record: str, method: str, kind: str = "log-probabilities") ->
     found = cells(record, kind=kind, rows="realistic")
     results = [cell for cell in found if cell.provider.rpartition(", ")[0] == method]
     results.sort(key=lambda cell: (cell.count, cell.drafts, cell.temperature))
-    kinds = list(dict.fromkeys(cell.provider.rpartition(", ")[2] for cell in results))
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    for cell in results:
-        row = rows.setdefault((shape(cell), f"{cell.temperature:g}"), {})
-        row[cell.provider.rpartition(", ")[2]] = device_time(cell.values) + cell.of_commit
-    return html_table(
-        ["Requests, drafts", "T", *kinds], [[*key, *[row.get(kind, "") for kind in kinds]] for key, row in rows.items()]
-    )
+    numbers = [
+        (
+            (shape(cell), f"{cell.temperature:g}"),
+            cell.provider.rpartition(", ")[2],
+            device_time(cell.values) + cell.of_commit,
+        )
+        for cell in results
+    ]
+    return pivot(["Requests, drafts", "T"], numbers)
+
+
+def small_kernels_table(record: str) -> str:
+    """Compare the kernels of `reference/kernels/` with those of production."""
+    found = []
+    for cell in sorted(cells(record, kind="small kernels"), key=lambda cell: (cell.count, cell.temperature)):
+        method, _, way = cell.provider.partition(", ")
+        method = method if method == "greedy" else f"`{method}`"
+        found.append(((f"{cell.count:,}", method), way, device_time(cell.values) + cell.of_commit))
+    return pivot(["requests", "method"], found, text_columns=2)
+
+
+def tree_times(record: str, groups: str) -> dict[tuple[str, ...], dict[str, str]]:
+    """Return the times of a record of trees: by the groups of a pattern, then by provider."""
+    found = {}
+    for group, providers in load(record)["results"].items():
+        if match := re.match(groups, group):
+            found[match.groups()] = {
+                name: device_time(values) + f"^{values.get('commit', load(record)['commit'])[:7]}^"
+                for name, values in providers.items()
+            }
+    return found
+
+
+def trees_table(record: str) -> str:
+    """Compare verifications of trees, whole rows, then truncated ones."""
+    ways = {"tree": "`tree`", "SGLang": "SGLang", "softmax, then walk": "PyTorch"}
+    found = tree_times(record, r"trees of (\d+) nodes and depth (\d+), ([\d,]+) requests")
+    rows = [
+        [
+            f"{count}, {nodes}, {depth}",
+            *[times.get(f"{way}, {of}", "") for of in ("plain", "top-p .95") for way in ways],
+        ]
+        for (nodes, depth, count), times in found.items()
+    ]
+    head = ["Requests, nodes, depth", *ways.values(), *[f"{way}, top-p" for way in ways.values()]]
+    return html_table(head, rows)
+
+
+def siblings_table(record: str, count: str = "256") -> str:
+    """Show the drafting of siblings, of whole rows and of truncated ones."""
+    widths = "one token", "2 siblings", "4 siblings", "8 siblings"
+    times = tree_times(record, f"siblings, ({count}) rows")[count,]
+    rows = [
+        [title, *[times[width + of] for width in widths]]
+        for title, of in (("whole rows", ""), ("top-p .95", ", top-p .95"))
+    ]
+    return html_table(["", *widths], rows)
+
+
+def lengths_table(record: str) -> str:
+    """Compare planned draft lengths with fixed ones, in seconds."""
+    rows = [
+        [
+            text,
+            *[f"{times[way]:.2f}" for way in ("best fixed", "4", "planned")],
+            f"{times['planned'] / times['best fixed']:.2f}",
+        ]
+        for text, times in load(record)["results"].items()
+    ]
+    return html_table(["models, text", "best fixed length", "4, the default", "planned", "planned / best fixed"], rows)
 
 
 def share_table(record: str, billions: str, terabytes: str, teraflops: str, temperature: str = "0.7") -> str:
@@ -624,7 +703,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "summary": summary_table,
     "served": served_table,
     "truncated": truncated_table,
-    "rows": rows_table,
+    "adjustments": adjustments_table,
     "packed": packed_table,
     "in vLLM": in_vllm_table,
     "truncation in vLLM": truncation_in_vllm_table,
@@ -637,6 +716,10 @@ TABLES: dict[str, Callable[..., str]] = {
     "reading": reading_table,
     "cpu": cpu_table,
     "shards": shards_table,
+    "small kernels": small_kernels_table,
+    "trees": trees_table,
+    "siblings": siblings_table,
+    "lengths": lengths_table,
 }
 
 PLOTS: dict[str, Callable[..., str]] = {

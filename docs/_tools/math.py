@@ -55,8 +55,8 @@ def take_brackets(parent: Element, index: int) -> str:
     """Remove opening brackets at the end of the text before a child, and return them."""
     holder, name = (parent[index - 1], "tail") if index else (parent, "text")
     text = getattr(holder, name) or ""
-    setattr(holder, name, text.rstrip("(["))
-    return text[len(text.rstrip("([")) :]
+    setattr(holder, name, text.rstrip("([“"))
+    return text[len(text.rstrip("([“")) :]
 
 
 def is_math(element: Element) -> bool:

@@ -850,7 +850,7 @@
     });
     const summary = html("p", { class: "sd-summary" });
     const status = announcer();
-    const numbers = table("Probabilities by token", ["token", "p", "p′", "q", "q′", "min(p′, q′)", "min(p′, q)"]);
+    const numbers = table("Probabilities by token", ["id", "p", "p′", "q", "q′", "min(p′, q′)", "min(p′, q)"]);
     let target, draft, rates;
 
     // Two bars for each token: the probability before and after truncation. A triangle marks the last token kept.

@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="1x3,8x3,32x3,128x3,256x3,256x7", help="requests x drafts")
     parser.add_argument("--temperatures", default="0.7,1", help="0 is greedy")
     parser.add_argument("--vocab", default="151936", help="sizes of the vocabulary")
-    parser.add_argument("--rows", default="realistic", help="realistic, peaked, flat, real")
+    parser.add_argument("--rows", default="realistic", help="realistic, flat, real")
     parser.add_argument("--truncations", default="none", help="none, or like top_k=20:top_p=.95")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stages", action="store_true", help="say when each launch of a step ends")

@@ -17,20 +17,12 @@ VOCAB = 151_936
 """The default of `Inputs`. Functions take the size from their tensors."""
 
 
-def peaked_rows(*shape: int, vocab: int, generator: torch.Generator) -> Tensor:
-    """Make [*shape, vocab] float32 logits without structure: normal, with 64 tokens of each row raised."""
-    device = generator.device
-    logits = torch.randn(*shape, vocab, generator=generator, device=device).mul_(2)
-    peaks = torch.randint(0, vocab, (*shape, 64), generator=generator, device=device)
-    return logits.scatter_add_(-1, peaks, 4 + 10 * torch.rand(peaks.shape, generator=generator, device=device))
-
-
 def flat_rows(*shape: int, vocab: int, generator: torch.Generator) -> Tensor:
     """Make [*shape, vocab] float32 logits; top-p keeps tokens of every block."""
     return torch.randn(*shape, vocab, generator=generator, device=generator.device)
 
 
-ROWS = {"realistic": realistic_rows, "peaked": peaked_rows, "flat": flat_rows}
+ROWS = {"realistic": realistic_rows, "flat": flat_rows}
 """The kinds of generated rows. One more kind, "real", is loaded: rows of SmolLM2."""
 
 

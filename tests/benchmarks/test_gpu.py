@@ -24,8 +24,9 @@ from specdecode.batch import SamplerOutput
 from specdecode.drafting import DraftOutput
 from tests.benchmarks import engines
 from tests.benchmarks.bandwidth import REPLAYS, Recording, median_us, quartiles, read_bandwidth
-from tests.benchmarks.inputs import ROWS, VOCAB, Inputs, describe, spread, verification, with_draft_vocabulary
+from tests.benchmarks.inputs import VOCAB, Inputs, describe, spread, verification, with_draft_vocabulary
 from tests.benchmarks.providers import FAST, PROVIDERS, SLOW, Verifier, flashinfer, sglang
+from tests.benchmarks.realistic import realistic_rows
 from tests.support.batches import verification_batch
 
 WHY_NOT = backends.obstacle(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"
@@ -33,13 +34,10 @@ pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 ROW_NAMES = {
     "realistic": "realistic rows",
-    "peaked": "rows without structure",
     "flat": "flat rows",
     "real": "rows of SmolLM2",
 }
 """The names of the kinds of rows in groups."""
-DEFAULT_ROWS = os.environ.get("SPECDECODE_DEFAULT_ROWS", "realistic")
-"""The default kind of rows; a run with "peaked" can be compared with a usual one."""
 SMALL = 49_152  # SmolLM2's vocabulary
 
 
@@ -50,7 +48,7 @@ class Shape(NamedTuple):
     num_draft_tokens: int
     dtype: str
     temperature: float
-    rows: str = DEFAULT_ROWS
+    rows: str = "realistic"
     vocab: int = VOCAB
 
     def __str__(self) -> str:
@@ -224,14 +222,14 @@ TRUNCATIONS: dict[str, dict[str, Any]] = {
 
 def truncated_cases():
     """Yield shapes, methods, truncations and with or without the drafter's logsumexp, ordered by shape."""
-    kinds = [("realistic", VOCAB), ("realistic", SMALL), ("peaked", VOCAB)]
+    kinds = [("realistic", VOCAB), ("realistic", SMALL)]
     kinds += [("real", SMALL)] * ("SPECDECODE_ROWS" in os.environ)
     for (rows, vocab), temperature, batch in itertools.product(kinds, (0.7, 1.0), (1, 32, 256)):
         shape = Shape(batch, 3, "bfloat16", temperature, rows, vocab)
         for name in TRUNCATIONS:
             for with_logsumexp in (False, True) if rows == "realistic" else (False,):
                 yield shape, "probabilistic", name, with_logsumexp
-        if temperature == 0.7 and rows != "peaked":
+        if temperature == 0.7:
             for method, name in itertools.product(("strict", "block"), ("plain", "top-p .95")):
                 yield shape, method, name, False
     for batch in (1, 32, 256):  # the worst case
@@ -352,12 +350,12 @@ def test_logprobs_on_the_gpu(benchmark, request, inputs, method, truncation, of,
 
 
 def sampling_group(rows: int) -> str:
-    return f"{rows} row{'s' * (rows > 1)}, {VOCAB:,} tokens, bfloat16, T = 0.7, {ROW_NAMES[DEFAULT_ROWS]}"
+    return f"{rows} row{'s' * (rows > 1)}, {VOCAB:,} tokens, bfloat16, T = 0.7, realistic rows"
 
 
 def sampling_logits(rows: int) -> Tensor:
-    make = ROWS[DEFAULT_ROWS]
-    return make(rows, vocab=VOCAB, generator=torch.Generator("cuda").manual_seed(0)).to(torch.bfloat16)
+    generator = torch.Generator("cuda").manual_seed(0)
+    return realistic_rows(rows, vocab=VOCAB, generator=generator).to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("provider", ["triton sample", "triton draft", "triton draft, top-p .95"])
