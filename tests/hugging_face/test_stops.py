@@ -118,7 +118,7 @@ class TestPadding:
 class TestStopStrings:
     @pytest.mark.parametrize(
         ("name", "stop_strings"),
-        zip(cycle(TARGETS), ["abd", "bd", ["caca", "a c"], "da", ["nowhere", "ba"], "aabb"]),
+        list(zip(cycle(TARGETS), ["abd", "bd", ["caca", "a c"], "da", ["nowhere", "ba"], "aabb"])),
     )
     def test_greedy_texts_end_where_those_of_transformers_end(self, name, stop_strings):
         target, options = TARGETS[name], {"stop_strings": stop_strings, "tokenizer": TOKENIZER, "max_new_tokens": NEW}
