@@ -166,9 +166,12 @@ class Noise:
         """Decide which index the key's Gumbel numbers select at these weights."""
         if any(key == other for other, _ in self.intervals):
             raise NotImplementedError(f"{key} is both a uniform and a Gumbel number")
+        made_before = self.selections.setdefault(key, [])
+        if len(weights) == 1:  # nothing is decided
+            return next(iter(weights))
         total = sum(weights.values())
         weights = {index: weight / total for index, weight in weights.items()}
-        earlier = [made for made in self.selections.setdefault(key, []) if not weights.keys().isdisjoint(made[0])]
+        earlier = [made for made in made_before if not weights.keys().isdisjoint(made[0])]
         for before, index in earlier:
             if before.keys() == weights.keys() and all(abs(before[i] - weights[i]) < NEGLIGIBLE for i in weights):
                 return index
@@ -184,7 +187,7 @@ class Noise:
         else:
             raise NotImplementedError(f"three different selections from the Gumbel numbers {key}")
         index = indices[self.chance.draw(probabilities)]
-        self.selections[key].append((weights, index))
+        made_before.append((weights, index))
         return index
 
 
