@@ -61,23 +61,19 @@ def compiled(folder: Path, *arguments: str) -> tuple[set[str], list[int]]:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize(
-    ("capability", "methods"), [(80, ["probabilistic"]), (90, ["block", "strict", "probabilistic"])]
-)
-def test_every_kernel_compiles_for_gpus_that_are_not_here(capability, methods, tmp_path):
+def test_every_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path):
     # One variant of each: the one that the first of the methods takes, if it takes the kernel.
-    names, barriers = compiled(tmp_path, str(capability), *methods, "once")
+    names, barriers = compiled(tmp_path, "90", "block", "strict", "probabilistic", "once")
     files = (Path(specdecode.__file__).parent / "kernels").rglob("*.py")
     all_names = {name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M)}
-    assert names == (all_names if len(methods) > 1 else KERNELS["probabilistic"])
-    # Where nothing is decided while reading, warps that read do not wait for each other.
-    assert [count > 0 for count in barriers] == [methods[0] == "probabilistic"]
+    assert names == all_names
+    assert barriers == [0]  # where nothing is decided while reading, warps that read do not wait for each other
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.parametrize("method", ["probabilistic", "strict"] if ON_GPU else ["strict"])
-def test_kernels_with_adjustments_compile_for_gpus_that_are_not_here(method, tmp_path):
-    names, barriers = compiled(tmp_path, "90", method, "adjusted")
+def test_kernels_with_adjustments_compile_for_older_gpus_that_are_not_here(method, tmp_path):
+    names, barriers = compiled(tmp_path, "80", method, "adjusted")
     assert names == {"read_kernel", "emit_kernel"}
     assert barriers == [0]  # what is loaded for a token is where its logit is: no thread waits for another's
 

@@ -335,7 +335,7 @@ def test_every_table_and_plot_of_a_record_names_its_commits():
 
 @pytest.fixture(scope="module")  # not longer: a second driver, for another module's tests, would conflict with it
 def server(site):
-    with served(site) as server:
+    with served(site.folder) as server:
         yield server
 
 

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -175,19 +176,22 @@ def check_equal_rows(
     assert_same_tokens(output.token_ids, outcomes, batch.band(place[0]))
 
 
+ROWS = [
+    ("nothing", torch.float32, 50, False),
+    ("top-k", torch.bfloat16, 7, True),
+    ("top-p", torch.float64, 1100, True),
+    ("both", torch.float32, 60, True),
+]
+"""Limits of the target, dtype, vocabulary, and whether each request has its own limits."""
+
+
 @pytest.mark.parametrize(
-    ("device", "layout"),
-    [("cpu", layout) for layout in LAYOUTS] + [("cuda", layout) for layout in LAYOUTS[:-1]] * ON_GPU,
+    ("where", "hotter", "rows"),
+    combine([*product(["cpu"], LAYOUTS), *[*product(["cuda"], LAYOUTS[:-1])] * ON_GPU], list(HOTTER), ROWS),
 )
-@pytest.mark.parametrize("hotter", HOTTER)
-def test_of_equal_rows_nothing_is_left_however_the_drafts_were_drawn(hotter, device, layout):
-    for limits, dtype, vocab, by_request in (
-        ("nothing", torch.float32, 50, False),
-        ("top-k", torch.bfloat16, 7, True),
-        ("top-p", torch.float64, 1100, True),
-        ("both", torch.float32, 60, True),
-    ):
-        check_equal_rows(("eager", device), (40, vocab), hotter, limits, layout, dtype, by_request)
+def test_of_equal_rows_nothing_is_left_however_the_drafts_were_drawn(where, hotter, rows):
+    (device, layout), (limits, dtype, vocab, by_request) = where, rows
+    check_equal_rows(("eager", device), (40, vocab), hotter, limits, layout, dtype, by_request)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")

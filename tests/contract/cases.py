@@ -66,7 +66,9 @@ DTYPES = {
 
 TRUNCATIONS: dict[str, dict] = {
     "none": {},
-    "top-p": {"top_p": 0.9},
+    "top-p": {
+        "top_p": 0.9 if ON_GPU else 0.6
+    },  # few tokens: the interpreter is slow for wide rows, which "by request" has
     "top-k": {"top_k": 5},
     "min-p": {"min_p": 0.05},
     "all three": {"top_k": 20, "top_p": 0.95, "min_p": 0.01},

@@ -4,7 +4,6 @@ import copy
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,7 +20,6 @@ from tests.hugging_face.common import (
     texts,
     with_config,
 )
-from tests.support.distributions import FALSE_ALARM, p_value
 
 transformers = pytest.importorskip("transformers")
 
@@ -177,32 +175,6 @@ class TestGenerationConfig:
             ragged(TARGETS["llama"], None, logits_processor=[lambda ids, scores: scores[:, :3]])
         with pytest.raises(ValueError, match="got only NaN or -inf for request 0, logits processors included"):
             ragged(with_config(TARGETS["llama"], suppress_tokens=list(range(VOCAB))), None)
-
-    @pytest.mark.parametrize("method", ["probabilistic", "block"])
-    def test_several_steps_have_the_distribution_of_the_processed_target(self, method):
-        # With 20,000 requests a total variation of 0.045 is seen 999 times in 1,000, as in `TestDistribution`.
-        target, vocab, new, prompt = llama(4, layers=1, scale=0.2), 4, 3, [0, 0, 3, 3]
-        processor = transformers.LogitsProcessorList(
-            [
-                transformers.SequenceBiasLogitsProcessor([[[1], 1.5]]),
-                transformers.RepetitionPenaltyLogitsProcessor(3.0),
-                transformers.MinNewTokensLengthLogitsProcessor(len(prompt), 2, 2),
-            ]
-        )
-        joint = {(): 1.0}
-        for _ in range(new):
-            ids = torch.tensor([[*prompt, *tokens] for tokens in joint])
-            with torch.no_grad():
-                rows = processor(ids, target(input_ids=ids).logits[:, -1]).softmax(-1).tolist()
-            joint = {(*old, v): joint[old] * row[v] for old, row in zip(list(joint), rows) for v in range(vocab)}
-        config = transformers.GenerationConfig(
-            sequence_bias=[[[1], 1.5]], repetition_penalty=3.0, min_new_tokens=2, eos_token_id=2
-        )
-        options = {"num_draft_tokens": 2, "max_new_tokens": new, "seeds": 0, "generation_config": config}
-        ids = torch.tensor([prompt]).expand(20_000, -1)
-        output = generate(target, noisy(target, 0.1), ids, method=method, **options)
-        codes = output.sequences[:, -new:].numpy() @ vocab ** np.arange(new)[::-1]
-        assert p_value(np.bincount(codes, minlength=vocab**new), np.array(list(joint.values()))) > FALSE_ALARM
 
 
 class TestFields:

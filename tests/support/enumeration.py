@@ -22,13 +22,12 @@ continuum.
 import pkgutil
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
-from unittest import mock
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -167,9 +166,12 @@ class Noise:
         """Decide which index the key's Gumbel numbers select at these weights."""
         if any(key == other for other, _ in self.intervals):
             raise NotImplementedError(f"{key} is both a uniform and a Gumbel number")
+        made_before = self.selections.setdefault(key, [])
+        if len(weights) == 1:  # nothing is decided
+            return next(iter(weights))
         total = sum(weights.values())
         weights = {index: weight / total for index, weight in weights.items()}
-        earlier = [made for made in self.selections.setdefault(key, []) if not weights.keys().isdisjoint(made[0])]
+        earlier = [made for made in made_before if not weights.keys().isdisjoint(made[0])]
         for before, index in earlier:
             if before.keys() == weights.keys() and all(abs(before[i] - weights[i]) < NEGLIGIBLE for i in weights):
                 return index
@@ -185,7 +187,7 @@ class Noise:
         else:
             raise NotImplementedError(f"three different selections from the Gumbel numbers {key}")
         index = indices[self.chance.draw(probabilities)]
-        self.selections[key].append((weights, index))
+        made_before.append((weights, index))
         return index
 
 
@@ -250,11 +252,11 @@ class Gumbels(NDArrayOperatorsMixin):
         return Gumbels(self.noise, self.key, self.indices, np.asarray(log_weights))
 
     def __array_function__(self, function, types, args, kwargs):
-        """Support argmax; and `delete`, which computes margins: it returns nothing, so the margin is infinite."""
-        if function is np.argmax:
-            weights = np.exp(self.log_weights - self.log_weights.max())
-            return self.indices.index(self.noise.selected(self.key, dict(zip(self.indices, weights.tolist()))))
-        return np.empty(0) if function is np.delete else NotImplemented
+        """Support argmax, and nothing else."""
+        if function is not np.argmax:
+            return NotImplemented
+        weights = np.exp(self.log_weights - self.log_weights.max())
+        return self.indices.index(self.noise.selected(self.key, dict(zip(self.indices, weights.tolist()))))
 
     __hash__ = None
 
@@ -263,14 +265,26 @@ class Gumbels(NDArrayOperatorsMixin):
 def ideal_noise(chance: Chance) -> Iterator[Noise]:
     """Replace the noise functions in every module of the reference that uses them, while the context lasts."""
     noise = Noise(chance)
-    with ExitStack() as patches:
-        for replacement in (noise.uniform, noise.gumbel):
-            for room in rooms_that_use(getattr(philox, replacement.__name__)):
-                if room is not philox:  # the module that defines them
-                    patches.enter_context(mock.patch.object(room, replacement.__name__, replacement))
-        # Used only for margins, and needs the value of a uniform number.
-        patches.enter_context(mock.patch.object(oracle, "log_critical_ratio", return_value=-np.inf))
+    replacements: list[tuple[Callable, Callable]] = [
+        (philox.uniform, noise.uniform),
+        (philox.gumbel, noise.gumbel),
+        # Used only for margins, and need the values of random numbers.
+        (oracle.log_critical_ratio, lambda *_: -np.inf),
+        (reference_sampling.lead, lambda scores: np.inf),
+    ]
+    replaced = [
+        (room, function, replacement)
+        for function, replacement in replacements
+        for room in rooms_that_use(function)
+        if room is not philox  # the module that defines them
+    ]
+    for room, function, replacement in replaced:
+        setattr(room, function.__name__, replacement)
+    try:
         yield noise
+    finally:
+        for room, function, _ in replaced:
+            setattr(room, function.__name__, function)
 
 
 def rooms_that_use(function: Callable) -> list:
@@ -322,6 +336,14 @@ def logits(probabilities: Sequence[Fraction], temperature: float = 1.0) -> np.nd
     """Return raw logits whose softmax at the temperature is the probabilities. They are not normalised."""
     with np.errstate(divide="ignore"):
         return temperature * (1.5 + np.log(np.array(probabilities, dtype=np.float64)))
+
+
+@cache
+def logits_after(model: Table, prefix: tuple[int, ...], temperature: float) -> np.ndarray:
+    """Return the logits after a text; every path of an enumeration reads the same array, which cannot be written to."""
+    row = logits(model(prefix), temperature)
+    row.setflags(write=False)
+    return row
 
 
 def sequence_distribution(model: Table, num_tokens: int) -> dict[tuple[int, ...], Fraction]:
@@ -395,7 +417,7 @@ def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed:
         of_verify["draft_sampling"] = reference_sampling.Sampling(case.temperature)
 
     def row(model: Table, prefix: tuple[int, ...]) -> np.ndarray:
-        return logits(model(prefix), case.temperature)
+        return logits_after(model, prefix, case.temperature)
 
     def draft_row(prefix: tuple[int, ...]) -> np.ndarray:
         if names is None:

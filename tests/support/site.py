@@ -4,7 +4,6 @@ import contextlib
 import functools
 import http.server
 import importlib.util
-import re
 import resource
 import shutil
 import subprocess
@@ -72,23 +71,30 @@ def child_seconds() -> float:
 
 
 @contextlib.contextmanager
-def served(site: Site) -> Iterator[Server]:
+def served(folder: Path) -> Iterator[Server]:
     """Serve the site to a browser. A process may have one driver at a time: close this before the next."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = next(filter(None, map(shutil.which, BROWSERS)), None)
     if chromium is None:
         pytest.skip(f"no browser is installed: looked for {', '.join(BROWSERS)}")
-    handler = functools.partial(QuietHandler, directory=site.folder)
+    handler = functools.partial(QuietHandler, directory=folder)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as host, playwright.sync_playwright() as driver:
         threading.Thread(target=host.serve_forever, daemon=True).start()
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        arguments = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+        browser = driver.chromium.launch(executable_path=chromium, args=arguments)
         yield Server(f"http://127.0.0.1:{host.server_port}/", browser)
         browser.close()
         host.shutdown()
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    """Serve files without logging."""
+    """Serve files without logging. The browser keeps connections open and files in its cache."""
+
+    protocol_version = "HTTP/1.1"
+
+    def end_headers(self) -> None:
+        self.send_header("Cache-Control", "max-age=3600")
+        super().end_headers()
 
     def log_message(self, *arguments: Any) -> None:
         pass
@@ -96,15 +102,18 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def opened(server: Server, width: int = 1440) -> Iterator[tuple[Any, list[str]]]:
-    """Open a tab in which every other host is blocked; collect its errors."""
+    """Open a tab; collect its errors and its requests to other hosts, which the browser does not find.
+
+    Blocking them by a route would pass every request through this process, and switch the browser's cache off.
+    """
     context = server.browser.new_context(viewport={"width": width, "height": 800})
     complaints: list[str] = []
 
-    def refuse(route: Any) -> None:
-        complaints.append(f"asked for {route.request.url}")
-        route.abort()
+    def note(request: Any) -> None:
+        if not request.url.startswith((server.address, "data:", "blob:")):
+            complaints.append(f"asked for {request.url}")
 
-    context.route(re.compile(f"^(?!{re.escape(server.address)}|data:|blob:)"), refuse)
+    context.on("request", note)
     page = context.new_page()
     page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
