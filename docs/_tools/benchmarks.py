@@ -6,7 +6,7 @@
     ```
 
     takes `#!measured h200; 256, 3, 0.7; triton` and is `#!ratio h200; 8, 3, 0.7; straightforward / h200; 8, 3, 0.7; triton`
-    as fast; tokens a second change by `#!range gains; h200-serving-real; n-gram; greedy`
+    as fast; tokens a second change by `#!range gains; h200-serving-compiled; n-gram; greedy`
 
 The build fails if a record lacks a number, or if a difference or ratio mixes times of this package at two commits.
 
