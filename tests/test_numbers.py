@@ -194,7 +194,8 @@ def evidence_of_vllm() -> Iterator[str]:
         r"(\w{7})\w* where the largest graph is 1,024; .*(\w{7}) for drafts from a model", random
     ).groups()
     compiled = record("h200-serving-compiled")["commit"]
-    yield f"real model: one H200, `{compiled}`, `h200-serving-compiled`; without torch.compile `{real_model}`, `h200-serving-real`; "
+    yield f"real model: one H200, `{compiled}`, `h200-serving-compiled`; "
+    yield f"without torch.compile `{real_model}`, `h200-serving-real`; "
     yield f"random models: one H100, `{many}` ("
     yield f"one request: `{one}`), `h100-serving`"
     yield f"two H100s, `{two}`, `h100x2-serving`"
