@@ -1,8 +1,8 @@
 """Each measured number of the README and of a page is a directive of `docs/_tools/benchmarks.py`, or equals its record.
 
 The README, the changelog and the pages that the README links to are read without the site, so they have no directives.
-`MEASURED` makes their sentences and rows from the records again. A number with a unit that is in none of them fails, except
-those of `NOT_MEASURED`. If a record changes, the failure shows the text to write.
+`MEASURED` makes their sentences and rows from the records again. A number with a unit must be in one of them, or in a text
+of `NOT_MEASURED`. If a record changes, the failure shows the text to write.
 """
 
 import json
@@ -87,7 +87,7 @@ def row(*texts: str) -> str:
 
 
 def claim(text: str, holds: bool) -> str:
-    """Return what a page says of its numbers, or text that no page has if this is no longer true."""
+    """Return the text of a claim about numbers, or a text that no page has if the claim is no longer true."""
     return text if holds else f"(no longer true: {text})"
 
 

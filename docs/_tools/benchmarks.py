@@ -405,7 +405,7 @@ def logprobs_table(record: str, method: str, kind: str = "log-probabilities") ->
 
 
 def small_kernels_table(record: str) -> str:
-    """Compare the kernels of `reference/kernels/` with those of production."""
+    """Compare the small kernels of `reference/kernels/` with the package's kernels."""
     found = []
     for cell in sorted(cells(record, kind="small kernels"), key=lambda cell: (cell.count, cell.temperature)):
         method, _, way = cell.provider.partition(", ")
