@@ -7,6 +7,9 @@ from torch import Tensor
 MOST_COUNTED = 2**30
 """The largest count; larger ones are clamped to it. float32 has no more digits, and adding drafts cannot overflow."""
 
+SMALLEST_FACTOR = 1.1754943508222875e-38
+"""The smallest repetition penalty r: the smallest normal float32. Below it a GPU may flush r to 0, and 1 / r overflows."""
+
 WORD = 32
 """The tokens in one word of a mask."""
 

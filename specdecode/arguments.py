@@ -1,7 +1,7 @@
 """The arguments of calls: each is described once, in `ARGUMENTS`, and checked against its description.
 
 `check_verification` and `check_rows` build the bundles of `specdecode.batch`. Values of tensors are checked only on the
-CPU: on a device a check would have to wait, so backends make bad values harmless there.
+CPU: on a device a check would make the host wait, so backends make bad values harmless there.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, cast, get_args
 import torch
 from torch import Tensor, strided
 
-from specdecode.adjustments import WORD, Adjustments
+from specdecode.adjustments import SMALLEST_FACTOR, WORD, Adjustments
 from specdecode.batch import (
     MOST_TOP_LOGPROBS,
     Logprobs,
@@ -42,16 +42,16 @@ class Argument(NamedTuple):
 
     dtypes: tuple[torch.dtype, ...]
     dimensions: tuple[str, ...]
-    """Names of its dimensions. `"slot"` is the request itself, except in packed calls; `"row"` follows `"request"` in padded
-    calls, in packed calls it is one dimension with all rows of all requests."""
+    """Names of its dimensions; `Sizes` has their sizes. In a padded call `"slot"` has the size of `"request"`. In a packed one
+    `"row"` is the one dimension of all rows of all requests, and `"request"` before it is dropped."""
     expected: str = ""
     """The valid values, for errors; `{vocab}` and other dimensions are replaced by their sizes."""
     is_valid: Callable[[Any, "Sizes"], Any] | None = None
-    """Returns, elementwise, whether values are valid: of a tensor, or of one number for all requests."""
+    """Returns whether each value of a tensor, or one number for all requests, is valid."""
     neutral: int | None = None
     """The neutral number, equivalent to None."""
     needs: str | None = None
-    """The argument that it requires."""
+    """The argument without which this one is an error."""
 
 
 def in_float32(value: Any) -> Any:
@@ -101,7 +101,7 @@ ARGUMENTS = {
         FLOATS,
         ("slot",),
         "finite numbers > 0",
-        lambda values, _: (in_float32(values) > 0) & (in_float32(values) < math.inf),
+        lambda values, _: (in_float32(values) >= SMALLEST_FACTOR) & (in_float32(values) < math.inf),
         neutral=1,
     ),
     "frequency_penalty": Argument(
@@ -122,11 +122,11 @@ ARGUMENTS = {
     "bias": Argument(FLOATS, ("slot", "bias"), "numbers", needs="bias_ids"),
     "allowed_mask": Argument((torch.int32,), ("request", "row", "word")),
 }
-"""The tensors that calls take; `draft_sampling` and `adjustments` are bundles of some of them."""
+"""The tensors that calls take, by name; `draft_sampling` and `adjustments` are bundles of some of them."""
 
 
-class TreeOptions(TypedDict, total=False):
-    """The keyword arguments that all calls share."""
+class CommonOptions(TypedDict, total=False):
+    """The keyword arguments that calls of chains and of trees share."""
 
     temperature: Tensor | float
     top_k: Tensor | int | None
@@ -140,7 +140,7 @@ class TreeOptions(TypedDict, total=False):
     kept_sets: bool
 
 
-class Options(TreeOptions, total=False):
+class Options(CommonOptions, total=False):
     """The keyword arguments that padded and packed calls of chains share."""
 
     draft_sampling: Sampling | None
@@ -173,6 +173,7 @@ def select(bundle: Bundle, **index: Any) -> Bundle:
             return type(value)(*map(indexed, value._fields, value))  # type: ignore[attr-defined]
         if not isinstance(value, Tensor):
             return value
+        # draft_temperature has the description of temperature.
         argument = ARGUMENTS.get(name) or ARGUMENTS.get(name.removeprefix("draft_"))
         if argument is None or index.keys().isdisjoint(argument.dimensions):
             return value
@@ -207,7 +208,7 @@ def check_verification(
     vocab_size: int | None = None,
     num_slots: int | None = None,
 ) -> VerificationBatch:
-    """Build a batch from a caller's arguments; with `row_starts` the call is packed.
+    """Build a batch from the arguments of a call; with `row_starts` the call is packed.
 
     With `vocab_size`, the size of the whole vocabulary, target logits are a shard of the vocabulary; draft logits are the
     same shard, or whole rows. `num_slots` is the size of tensors by slot; None: the size of the first such tensor.
@@ -241,7 +242,7 @@ def check_verification(
         check_needs("draft_sampling", draft_logits)
         draft_temperature = check_number("temperature", draft_sampling.temperature, sizes, "draft_sampling.")
         draft_truncation = check_truncation(draft_sampling, sizes, draft_vocab, "draft_sampling.")
-    elif truncation is not None and draft_vocab < sizes["vocab"]:  # top_k may keep all tokens of the draft's vocabulary
+    elif truncation is not None and draft_vocab < sizes["vocab"]:  # a top_k >= draft_vocab is neutral
         draft_truncation = check_truncation(Sampling(temperature, top_k, top_p, min_p), sizes, draft_vocab)
     if draft_logsumexp is not None:
         check_needs("draft_logsumexp", draft_logits)
@@ -254,23 +255,23 @@ def check_verification(
     if logprobs is not None:
         check_choice("logprobs", logprobs, get_args(Logprobs))
     return VerificationBatch(
-        plain(target_logits),
-        plain(draft_token_ids),
-        None if draft_logits is None else plain(draft_logits),
-        check_argument("draft_logsumexp", draft_logsumexp, sizes),
-        check_number("temperature", temperature, sizes),
-        check_seeds(seeds, sizes["request" if seeds is None else "slot"], sizes.device),
-        check_argument("positions", positions, sizes),
-        truncation,
-        draft_temperature,
-        draft_truncation,
-        check_argument("draft_cutoff", draft_cutoff, sizes),
-        logprobs,
-        packing,
-        None if draft_vocab_ids is None else plain(draft_vocab_ids),
-        None if adjustments is None else check_adjustments(adjustments, sizes),
-        check_lists(top_logprobs, kept_sets, logprobs),
-        kept_sets,
+        target_logits=plain(target_logits),
+        draft_token_ids=plain(draft_token_ids),
+        draft_logits=None if draft_logits is None else plain(draft_logits),
+        draft_logsumexp=check_argument("draft_logsumexp", draft_logsumexp, sizes),
+        temperature=check_number("temperature", temperature, sizes),
+        seeds=check_seeds(seeds, sizes["request" if seeds is None else "slot"], sizes.device),
+        positions=check_argument("positions", positions, sizes),
+        truncation=truncation,
+        draft_temperature=draft_temperature,
+        draft_truncation=draft_truncation,
+        draft_cutoff=check_argument("draft_cutoff", draft_cutoff, sizes),
+        logprobs=logprobs,
+        packing=packing,
+        draft_vocab_ids=None if draft_vocab_ids is None else plain(draft_vocab_ids),
+        adjustments=None if adjustments is None else check_adjustments(adjustments, sizes),
+        top_logprobs=check_lists(top_logprobs, kept_sets, logprobs),
+        kept_sets=kept_sets,
     )
 
 
@@ -286,7 +287,7 @@ def check_rows(
     adjustments: Adjustments | None = None,
     vocab_size: int | None = None,
 ) -> RowBatch:
-    """Build a batch of rows from a caller's arguments; with `vocab_size` the logits are a shard of that vocabulary.
+    """Build a batch of rows from the arguments of a call; with `vocab_size` the logits are a shard of that vocabulary.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -297,7 +298,7 @@ def check_rows(
     sizes = Sizes({"request": batch, "slot": batch, "row": 1, "vocab": vocab}, logits.device)
     if adjustments is not None:
         mask = adjustments.allowed_mask
-        if isinstance(mask, Tensor) and mask.ndim == 2:  # one row a request
+        if isinstance(mask, Tensor) and mask.ndim == 2:  # [batch, words]: one mask for each request
             adjustments = adjustments._replace(allowed_mask=mask[:, None])
         adjustments = check_adjustments(adjustments, sizes)
     return RowBatch(
@@ -321,16 +322,16 @@ def check_tree(
     adjustments: Adjustments | None = None,
     **options: Any,
 ) -> TreeBatch:
-    """Build the batch of a tree verification from a caller's arguments; with `row_starts` the call is packed.
+    """Build the batch of a tree verification from the arguments of a call; with `row_starts` the call is packed.
 
     Raises:
         TypeError: an argument of the wrong type or dtype, or one that trees do not take.
         ValueError: an argument of the wrong shape, device or value.
     """
     for name, value in options.items():
-        if name not in TreeOptions.__annotations__ and not (name in Options.__annotations__ and value is None):
+        if name not in CommonOptions.__annotations__ and not (name in Options.__annotations__ and value is None):
             raise TypeError(f"{name}: trees take no such argument; their drafts' distribution is not needed")
-    options = {name: value for name, value in options.items() if name in TreeOptions.__annotations__}
+    options = {name: value for name, value in options.items() if name in CommonOptions.__annotations__}
     check_bundle("adjustments", adjustments, Adjustments)
     check_type("token_ids", token_ids, INTEGERS)
     if token_ids.ndim != 2 or not 1 <= token_ids.shape[1] <= MOST_DRAFT_TOKENS + 1:
@@ -356,6 +357,7 @@ def check_tree(
         row_starts = nodes * torch.arange(batch + 1, device=target_logits.device)
     else:
         check_logits("target_logits", target_logits, ("num_rows", "vocab"))
+    # A tree is verified as packed rows, one for each node. Draft tokens of rows must be valid ids, but are not read.
     no_drafts = torch.zeros(1, dtype=torch.int64, device=target_logits.device).expand(len(target_logits))
     rows = check_verification(
         target_logits,
@@ -408,7 +410,10 @@ def check_padded(
 
 
 def check_num_rows(rows: int, draft_token_ids: Tensor, draft_logits: Tensor | None) -> None:
-    """Raise an error about the rows of target_logits, if not draft_token_ids but target_logits has the wrong size."""
+    """Raise an error that names target_logits, if its number of rows disagrees with draft_token_ids.
+
+    If draft_logits agrees with target_logits, draft_token_ids has the wrong size: then return, for another error.
+    """
     if draft_token_ids.ndim != 2 or draft_token_ids.shape[1] == rows - 1:
         return
     if isinstance(draft_logits, Tensor) and draft_logits.ndim == 3 and draft_logits.shape[1] == rows - 1:
@@ -421,7 +426,7 @@ def check_num_rows(rows: int, draft_token_ids: Tensor, draft_logits: Tensor | No
 
 
 def check_draft_token_ids(draft_token_ids: Tensor, is_ignored: Tensor, vocab: int) -> None:
-    """Raise on an id outside the vocabulary that is not ignored."""
+    """Raise on an id outside the vocabulary, unless it is ignored."""
     valid = ((draft_token_ids >= 0) & (draft_token_ids < vocab)) | is_ignored
     check_values("draft_token_ids", draft_token_ids, valid, ARGUMENTS["draft_token_ids"].expected.format(vocab=vocab))
 
@@ -439,7 +444,7 @@ def check_packed(
 ) -> tuple[Sizes, Packing]:
     """Raise unless rows, drafts and slots match; return the call's `Sizes` and `Packing`.
 
-    `by_slot` has the arguments that may be tensors by slot, by name. The others are as for `check_verification`.
+    `by_slot` maps names to the arguments that may be tensors by slot. The others are as for `check_verification`.
     """
     num_rows, vocab = check_logits("target_logits", target_logits, ("num_rows", "vocab"), vocab_size)
     device = target_logits.device
@@ -456,10 +461,10 @@ def check_packed(
     slots, row_positions = check_argument("slots", slots, sizes), check_argument("row_positions", row_positions, sizes)
     name, sizes["slot"] = count_slots(by_slot, batch, slots) if num_slots is None else (None, num_slots)
     if name is None:
-        slots = None  # ignored
+        slots = None  # no tensor is by slot
     if on_host(row_starts):
         check_row_starts(row_starts, most)
-        check_judged(draft_token_ids, row_starts, vocab)
+        check_packed_draft_ids(draft_token_ids, row_starts, vocab)
         sizes.used = check_slots(slots, row_starts, name, sizes["slot"])
         if row_positions is not None:
             first_rows = row_starts[:-1][sizes.used["request"]].long()
@@ -476,7 +481,7 @@ def fields_by_slot(name: str, bundle: Sampling | Adjustments | None) -> dict[str
 
 
 def count_slots(by_slot: Mapping[str, object], batch: int, slots: Tensor | None) -> tuple[str | None, int]:
-    """Return the name of an argument that is by slot, None if there is none, and the number of its slots."""
+    """Return (the name of the first tensor by slot, its number of slots); (None, batch) without such a tensor."""
     for name, value in by_slot.items():
         if isinstance(value, Tensor) and value.ndim > 0:
             num_slots = value.shape[0]
@@ -490,7 +495,7 @@ def count_slots(by_slot: Mapping[str, object], batch: int, slots: Tensor | None)
 
 
 def check_row_starts(row_starts: Tensor, most: int) -> None:
-    """Raise unless starts do not decrease, and no request has more than `most + 1` rows."""
+    """Raise if starts decrease, or a request has more than `most + 1` rows."""
     counts = row_starts.diff()
     is_in_order = torch.nn.functional.pad(counts >= 0, (1, 0), value=True)
     check_values("row_starts", row_starts, is_in_order, "numbers that do not decrease")
@@ -499,8 +504,8 @@ def check_row_starts(row_starts: Tensor, most: int) -> None:
         raise ValueError(f"row_starts: expected {expected}, got {int(counts[request])} for request {request}")
 
 
-def check_judged(draft_token_ids: Tensor, row_starts: Tensor, vocab: int) -> None:
-    """Raise on an id outside the vocabulary that a row judges; ids after a -1 and in a request's last row are ignored."""
+def check_packed_draft_ids(draft_token_ids: Tensor, row_starts: Tensor, vocab: int) -> None:
+    """Raise on a packed draft outside the vocabulary; a request's ids after a -1 and in its last row are ignored."""
     counts = row_starts.diff()
     requests = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
     first = int(row_starts[0])
@@ -508,14 +513,14 @@ def check_judged(draft_token_ids: Tensor, row_starts: Tensor, vocab: int) -> Non
     draft_token_ids = torch.nn.functional.pad(draft_token_ids, (0, 1))  # the last row may have no entry
     num_ended = (draft_token_ids[rows] == -1).cumsum(0)
     num_before = torch.nn.functional.pad(num_ended, (1, 0))[(row_starts[requests] - first).long()]
-    is_judged = (rows + 1 < row_starts[requests + 1]) & (num_ended == num_before)
+    is_draft = (rows + 1 < row_starts[requests + 1]) & (num_ended == num_before)
     is_ignored = torch.ones(len(draft_token_ids), dtype=torch.bool, device=counts.device)
-    is_ignored[rows] = ~is_judged
+    is_ignored[rows] = ~is_draft
     check_draft_token_ids(draft_token_ids, is_ignored, vocab)
 
 
 def check_slots(slots: Tensor | None, row_starts: Tensor, of: str | None, num_slots: int) -> dict[str, Tensor]:
-    """Raise unless each request with rows has one of the `num_slots` slots of the argument `of`.
+    """Raise unless each request with rows has a slot in [0, `num_slots`); `of` is an argument by slot, for the error.
 
     Returns:
         Whether a slot is used, [num_slots] bool, and whether a request has rows, [batch] bool: `Sizes.used`.
@@ -535,7 +540,7 @@ def check_slots(slots: Tensor | None, row_starts: Tensor, of: str | None, num_sl
 
 
 def check_argument(name: str, tensor: Tensor | None, sizes: Sizes, prefix: str = "") -> Any:
-    """Return a tensor, or None, in the form that backends take; raise unless it matches its description in `ARGUMENTS`."""
+    """Return a tensor in the form that backends take, or None; raise unless it matches its description in `ARGUMENTS`."""
     if tensor is None:
         return None
     argument = ARGUMENTS[name]
@@ -705,9 +710,9 @@ def check_logits(
 
 
 def check_needs(name: str, needed: object, prefix: str = "") -> None:
-    """Raise unless the argument that `name` needs beside it, by `ARGUMENTS`, was given."""
+    """Raise if `needed` is None: the argument that `name` needs, by `ARGUMENTS`, was not given."""
     if needed is None:
-        other = ARGUMENTS[name].needs if name in ARGUMENTS else "draft_logits"  # draft_sampling is a bundle
+        other = ARGUMENTS[name].needs if name in ARGUMENTS else "draft_logits"  # draft_sampling has no entry
         raise ValueError(f"{prefix}{name}: given without the {prefix}{other} that it belongs to")
 
 
@@ -719,7 +724,7 @@ def check_bundle(name: str, value: object, kind: type) -> None:
 
 
 def check_count(name: str, value: object, most: int | None = None, least: int = 1) -> int:
-    """Return an int of at least `least` and at most `most`, or raise."""
+    """Return the value as an int in [`least`, `most`], or raise; without `most` it has no upper limit."""
     # int comes first because the check for Integral, an abstract class, takes longer.
     is_int = isinstance(value, (int, Integral)) and not isinstance(value, bool)
     count = int(cast("int", value)) if is_int else 0
@@ -777,7 +782,7 @@ def check_type(name: str, tensor: Tensor | None, dtypes: tuple[torch.dtype, ...]
 
 
 def check_values(name: str, tensor: Tensor, valid: Tensor, expected: str, used: Tensor | None = None) -> None:
-    """Raise on the first used value that is not valid; this waits for a device."""
+    """Raise on the first used value that is not valid; the host waits if the tensor is on a device."""
     if used is not None:
         valid = valid | ~used.view(-1, *[1] * (valid.ndim - 1))
     if not valid.all():

@@ -10,8 +10,8 @@ from specdecode.adjustments import Adjustments
 from specdecode.arguments import (
     MOST_DRAFT_TOKENS,
     MOST_SIBLINGS,
+    CommonOptions,
     Options,
-    TreeOptions,
     check_choice,
     check_count,
     check_rows,
@@ -353,7 +353,7 @@ class RejectionSampler:
         max_depth: int,
         row_starts: Tensor | None = None,
         slots: Tensor | None = None,
-        **options: Unpack[TreeOptions],
+        **options: Unpack[CommonOptions],
     ) -> TreeOutput:
         """Verify one tree of drafts for each request, by the walk: follow the child that is the target's own token.
 
@@ -411,7 +411,7 @@ class RejectionSampler:
         max_depth: int,
         row_starts: Tensor | None = None,
         slots: Tensor | None = None,
-        **options: Unpack[TreeOptions],
+        **options: Unpack[CommonOptions],
     ) -> None:
         """Compile the kernels that [`tree`][specdecode.RejectionSampler.tree] needs for any number of trees like these.
 

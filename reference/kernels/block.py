@@ -20,7 +20,7 @@ import triton.language as tl
 
 from reference.kernels.philox import ACCEPT, uniform
 from reference.kernels.probabilistic import recover, residual
-from reference.kernels.rows import BLOCK_SIZE, load_row, log_prob
+from reference.kernels.rows import BLOCK_SIZE, log_prob, row_statistics
 from reference.kernels.selection import log_block_sums
 
 
@@ -42,8 +42,8 @@ def verify_kernel(target_rows, draft_rows, drafts_ptr, keys_ptr, output_ptr, num
     accepted, accepted_ratio = 0, 1.0
     token = tl.load(drafts_ptr + first, mask=num_draft_tokens > 0, other=-1)
     while token >= 0:
-        target = load_row(target_rows, first + count + request, size, T)
-        draft = load_row(draft_rows, first + count, size, T)
+        target = row_statistics(target_rows, first + count + request, size, T)
+        draft = row_statistics(draft_rows, first + count, size, T)
         if count > 0:
             mass = residual_mass(target, draft, ratio, T)
             h = tl.where(ratio < 1, mass / (mass + 1 - ratio), 1.0)
@@ -57,8 +57,8 @@ def verify_kernel(target_rows, draft_rows, drafts_ptr, keys_ptr, output_ptr, num
         accepted, accepted_ratio = count, 1.0
     for i in range(accepted):
         tl.store(output_ptr + first + request + i, tl.load(drafts_ptr + first + i))
-    target = load_row(target_rows, first + accepted + request, size, T)
-    draft = load_row(draft_rows, first + accepted, tl.where(accepted < count, size, 0), T)
+    target = row_statistics(target_rows, first + accepted + request, size, T)
+    draft = row_statistics(draft_rows, first + accepted, tl.where(accepted < count, size, 0), T)
     token = recover(target, draft, accepted_ratio, seed, position + accepted, T)
     if token < 0:  # the residual rounds to nothing
         token = recover(target, (draft[0], 0, 0.0), 1.0, seed, position + accepted, T)

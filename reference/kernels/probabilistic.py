@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from reference.kernels.philox import ACCEPT, SELECT_BLOCK, SELECT_TOKEN, exponential, uniform
-from reference.kernels.rows import BLOCK_SIZE, load_block, load_row, log_prob
+from reference.kernels.rows import BLOCK_SIZE, load_block, log_prob, row_statistics
 from reference.kernels.selection import log_block_sums
 
 
@@ -52,8 +52,8 @@ def verify_kernel(target_rows, draft_rows, drafts_ptr, keys_ptr, output_ptr, num
     while accepted:
         draft_row = request * num_draft_tokens + offset
         token = tl.load(drafts_ptr + draft_row, mask=offset < num_draft_tokens, other=-1).to(tl.int32)
-        target = load_row(target_rows, draft_row + request, size, T)
-        draft = load_row(draft_rows, draft_row, tl.where(token >= 0, size, 0), T)
+        target = row_statistics(target_rows, draft_row + request, size, T)
+        draft = row_statistics(draft_rows, draft_row, tl.where(token >= 0, size, 0), T)
         log_p, log_q = log_prob(target, token, T), log_prob(draft, token, T)
         is_possible, u = (token >= 0) & (log_q > -float("inf")), uniform(seed, position + offset, 0, ACCEPT)
         accepted = is_possible & (tl.log(u) <= log_p - log_q)

@@ -1,4 +1,4 @@
-"""From outcomes to findings: what each statistic of a case compares, and how it is said."""
+"""Findings: the statistical tests of a case's outcome, and their texts in the report."""
 
 from typing import NamedTuple
 
@@ -23,47 +23,49 @@ from specdecode.checking.statistics import (
 )
 
 WASTE = 0.75
-"""Fewer accepted drafts than this share of what token verification accepts are noted."""
-
+"""A verifier that accepts less than this share of token verification's accepted drafts gets a note."""
 
 MAX_GROUPS = 8
-"""Tokens of a pair are compared in as many groups at most: of a large vocabulary most pairs are never seen."""
+"""The most groups of tokens in a table of pairs: in a large vocabulary most pairs of tokens never occur."""
+
+MAX_SHOWN = 8
+"""The most probabilities of a row that a report shows."""
 
 
 class Finding(NamedTuple):
-    """One test, before the number of tests is known."""
+    """The result of one test. Its threshold is set later, when the number of tests is known."""
 
     name: str
     p_value: float | None
     description: str
     difference: str = ""
-    """Reported if it failed."""
+    """The text that is added if the test fails."""
 
     fit: Fit | None = None
     notes: tuple[str, ...] = ()
     suspect: str = ""
-    """The id of the known mistake that an error shows."""
+    """The id of the known mistake that the failure proves, or ""."""
 
     passed: bool = True
-    """The result if there is no p-value."""
+    """Whether the test passes, if there is no p-value."""
 
     certain: bool = False
-    """Whether there is only one right outcome: then one other is proof."""
+    """Whether only one outcome is possible; then a single other outcome proves an error."""
 
     within: str = ""
-    """The text that is added if it passes."""
+    """The text that is added if the test passes."""
 
     def verdict(self, threshold: float) -> bool:
-        """Return whether it passes."""
+        """Return whether the test passes."""
         return self.passed if self.p_value is None else self.p_value >= threshold
 
     def judged(self, threshold: float) -> Check:
-        """Return the check. It is open if there were too few requests for a test; a certain outcome needs none."""
+        """Return the check for the report; too few requests leave it unanswered, unless one outcome is certain."""
         answered = self.fit is None or self.fit.degrees > 0 or self.certain or self.fit.impossible > 0
         return Check(self.name, self.verdict(threshold), self.p_value, self.detail(threshold), answered)
 
     def detail(self, threshold: float) -> str:
-        """Return the description with the smallest error that it sees, or with the difference if it failed."""
+        """Return the description, with the smallest error that the test detects or, if it failed, the difference."""
         if not self.verdict(threshold):
             return "\n".join(filter(None, (self.description, self.difference)))
         if self.fit is None:
@@ -74,7 +76,7 @@ class Finding(NamedTuple):
 
 
 def findings(case: Case, models: Models, outcome: Outcome, drafts_are_drawn: bool) -> list[Finding]:
-    """Apply the statistics of a case."""
+    """Return the findings of a case: one for each of its statistics and places."""
     drafts = models.num_draft_tokens
     places = {"first token": [0], "token": [*range(1, drafts)], "bonus token": [drafts] * (drafts > 0)}
     found = [joint(case, models, outcome)] * ("joint" in case.statistics)
@@ -85,14 +87,14 @@ def findings(case: Case, models: Models, outcome: Outcome, drafts_are_drawn: boo
 
 
 def name_of(case: Case, statistic: str) -> str:
-    """Name a check: the main case's by their statistics alone."""
+    """Return the name of a check; names of the main case, `joint`, leave out the case."""
     if statistic == "joint":
         return case.name
     return statistic if case.name == "joint" else f"{case.name}: {statistic}"
 
 
 def joint(case: Case, models: Models, outcome: Outcome) -> Finding:
-    """The K + 1 tokens together. They lead to a state each, or few texts share one."""
+    """Test the joint distribution of the K + 1 tokens, by final state: each has one text, or several if texts are many."""
     expected = models.final_states(models.target_probs)
     counts = np.bincount(outcome.states[:, -1], minlength=len(expected))
     estimate, exact = distance(counts[None], expected[None])
@@ -116,11 +118,11 @@ def joint(case: Case, models: Models, outcome: Outcome) -> Finding:
 
 
 def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
-    """One token, where all tokens before it are accepted drafts.
+    """Test the distribution of one token, given that all tokens before it are accepted drafts.
 
-    Whatever the exact method is, it must then be distributed as p. The text x and the token v after it come about in two
-    ways: x is accepted and v emitted, or less was accepted and the target itself went on to x and v. Together they have
-    the probability P(x) p(v | x), and the second way is proportional to p(v | x), so the first one is, too.
+    With every exact method it is p. A text x and the token v after it arise in two ways: x is accepted and v emitted, or
+    fewer drafts are accepted and the target samples the rest of x and v. Together they have the probability P(x) p(v | x).
+    The second way is proportional to p(v | x), so the first is proportional to it too.
     """
     counts = token_counts(models, outcome, place)
     fit = goodness_of_fit(counts, models.target_probs[place])
@@ -140,13 +142,13 @@ def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
 
 
 def token_counts(models: Models, outcome: Outcome, place: int) -> Counts:
-    """Return the counts of the tokens of a place in each state, where all tokens before it are accepted drafts."""
+    """Return the counts of tokens at a place, [states, vocab], over requests whose tokens before it are accepted drafts."""
     there = outcome.accepted >= place
     return count(outcome.states[there, place], outcome.tokens[there, place], models.target[place].shape)
 
 
 def worst_token(case: Case, models: Models, outcome: Outcome, place: int) -> tuple[float, str]:
-    """Return the deviation of the most unlikely count of a place, and its description with the rows of p and q."""
+    """Return the largest deviation of a count at a place, and its description with the rows of p and q."""
     counts, expected = token_counts(models, outcome, place), models.target_probs[place]
     totals = counts.sum(axis=1, keepdims=True)
     far = deviations(counts, expected * totals)
@@ -162,8 +164,12 @@ def worst_token(case: Case, models: Models, outcome: Outcome, place: int) -> tup
 def loss(case: Case, models: Models, outcome: Outcome, allow: float) -> tuple[Finding, tuple[float, float, float]]:
     """Measure the total variation that a lossy rule adds to a token: the mean over the rows of all emitted tokens.
 
-    The estimate is the difference of the counts: never negative, so an exact verifier shows some, too. The lower bound and
-    the p-value belong to an event, the tokens that half of the requests have too often, counted in the other half.
+    The estimate compares counts with expected counts. It is never negative, so it is above 0 for an exact verifier too.
+    The lower bound and the p-value are those of one event: the tokens that are too frequent in one half of the requests are
+    counted in the other half.
+
+    Returns:
+        The finding; and the lower bound, the estimate and the upper bound. A bound is wrong with probability 1e-3 at most.
     """
     halves: list[list[Counts]] = [[], []]
     for place in range(models.num_draft_tokens + 1):
@@ -177,6 +183,7 @@ def loss(case: Case, models: Models, outcome: Outcome, allow: float) -> tuple[Fi
     share = float(other[added].sum() / size)
     exact_share = float((other.sum(axis=1, keepdims=True) * expected)[added].sum() / size)
     low = max(0.0, min(estimate, lower_bound(share, size) - exact_share))
+    # McDiarmid: one token changes the estimate by at most 1 / n, so P(it is t too low) <= exp(-2 n t^2), here 1 / 1000.
     high = min(1.0, estimate + (np.log(1000) / (2 * (one + other).sum())) ** 0.5)
     p_value = p_value_of_mean(share, exact_share + allow, size)
     what = (
@@ -190,7 +197,7 @@ def loss(case: Case, models: Models, outcome: Outcome, allow: float) -> tuple[Fi
 
 
 def rows_text(models: Models, text: list[int]) -> str:
-    """Write the rows of p and q before each token of a text."""
+    """Return the rows of p and q before each token of a text, for the report."""
     state, target, draft = 0, [], []
     for i, token in enumerate(text):
         target.append(row_text(models.target_probs[i][state]))
@@ -200,19 +207,19 @@ def rows_text(models: Models, text: list[int]) -> str:
 
 
 def row_text(row: Floats) -> str:
-    """Write the first probabilities of a row to three digits."""
-    return f"[{' '.join(f'{each:.3f}' for each in row[:MAX_GROUPS])}{' ...' * (len(row) > MAX_GROUPS)}]"
+    """Return the first probabilities of a row, to three digits."""
+    return f"[{' '.join(f'{each:.3f}' for each in row[:MAX_SHOWN])}{' ...' * (len(row) > MAX_SHOWN)}]"
 
 
 def text_of(models: Models, state: int, length: int) -> str:
-    """Return the text of a state, as the report shows it."""
+    """Return the tokens of a state's text for the report, or "some texts" if several share the state."""
     if len(models.target[length]) < models.vocab_size**length:
         return "some texts"
     return str([int(state // models.vocab_size**i % models.vocab_size) for i in reversed(range(length))])
 
 
 def acceptance(case: Case, models: Models, outcome: Outcome) -> Finding:
-    """The number of accepted drafts, which is bounded for every exact method."""
+    """Test the mean number of accepted drafts against its upper bound for exact methods."""
     if case.how.parents:
         most, method = trees.most_accepted(models, case.how), "the walk"
     else:
@@ -236,7 +243,7 @@ def acceptance(case: Case, models: Models, outcome: Outcome) -> Finding:
 
 
 def pairs(name: str, what: str, tokens: Counts, vocab_size: int) -> Finding:
-    """Pairs of tokens, [n, 2], that must be independent, whatever their distribution is."""
+    """Test the independence of the two tokens of pairs, [n, 2], whatever their distribution is."""
     one, two = tokens.T
     groups = min(vocab_size, MAX_GROUPS)
     table = np.bincount(one % groups * groups + two % groups, minlength=groups**2).reshape(groups, groups)
@@ -247,9 +254,10 @@ def pairs(name: str, what: str, tokens: Counts, vocab_size: int) -> Finding:
 
 
 def next_tokens(name: str, outcomes: Counts, following: Counts, vocab_size: int) -> Finding:
-    """The first token of the next step must not depend on a step's outcome: its accepted drafts and its last token.
+    """Test the independence of the next step's first token from a step's outcome: its accepted drafts and its last token.
 
-    Tokens are compared in three groups, so that a few hundred steps with one number of accepted drafts are enough.
+    An outcome is `accepted * vocab_size + last token`. Tokens are compared in three groups, so that a few hundred steps for
+    each number of accepted drafts are enough.
     """
 
     def group(tokens: Counts) -> Counts:
@@ -260,7 +268,7 @@ def next_tokens(name: str, outcomes: Counts, following: Counts, vocab_size: int)
     totals, shares = table.sum(axis=2), table.sum(axis=(0, 1)) / len(following)
     far = deviations(table, totals[..., None] * shares)
     accepted, last, first = (int(index) for index in np.unravel_index(far.argmax(), far.shape))
-    tokens = ["token 0", f"a token from 1 to {vocab_size // 2}", f"a token from {vocab_size // 2 + 1}"]
+    tokens = ["token 0", f"a token from 1 to {vocab_size // 2}", f"a token from {vocab_size // 2 + 1} on"]
     seen = f"after {accepted} accepted drafts and {tokens[last]}, the next step begins with {tokens[first]}: "
     seen += compared(table[accepted, last, first], int(totals[accepted, last]), shares[first])
     fit = independence(table[totals > 0][:, shares > 0])
@@ -269,10 +277,10 @@ def next_tokens(name: str, outcomes: Counts, following: Counts, vocab_size: int)
 
 
 def deviations(counts: NDArray[np.int64], mean: Floats) -> Floats:
-    """Return the squared deviations of counts from their means, divided by these; infinite where a count is impossible."""
+    """Return (count - mean)^2 / max(mean, 1); infinite for a count whose mean is 0."""
     return np.where(mean > 0, (counts - mean) ** 2 / np.maximum(mean, 1), np.where(counts > 0, np.inf, 0))
 
 
 def compared(count: int, total: int, probability: float) -> str:
-    """Compare a count with its probability."""
+    """Return the text that compares a count's share of a total with its probability."""
     return f"{count / max(1, total):.4f}, expected {probability:.4f} ({count:,} of {total:,})"

@@ -11,7 +11,7 @@ from specdecode.checking.findings import Finding
 from specdecode.checking.models import SPREAD
 from specdecode.checking.runs import MAX_LOGITS, fresh
 from specdecode.checking.settings import Settings
-from specdecode.checking.subject import Arguments, Ids, Subject, array, given_drafts
+from specdecode.checking.subject import Arguments, Ids, Subject, array_text, given_drafts
 
 TEXTS = 400
 """Requests, each with a text of its own."""
@@ -66,7 +66,7 @@ def compared(subject: Subject, arguments: Arguments, tokens: Ids) -> Finding:
     request, place = np.argwhere(wrong)[0]
     row, token = arguments.target_logits[request, place], tokens[request, place]
     tie = ", the lowest id of equal logits" if row[token] == row.max() else ""
-    seen = f"token {place + 1} of {tokens[request].tolist()}: expected {best[request, place]}{tie}; logits {array(row)}"
+    seen = f"token {place + 1} of {tokens[request].tolist()}: expected {best[request, place]}{tie}; logits {array_text(row)}"
     call = f"request {request} of the {len(tokens)} of its call; alone it may be right:\n"
     call += subject.call_text(arguments, int(request))
     return Finding(GREEDY, None, what, f"wrong: {', '.join(kinds)}\n{seen}\n{call}", passed=False, certain=True)

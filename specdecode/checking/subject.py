@@ -1,4 +1,4 @@
-"""The subject of a check: a verifier, and perhaps a drafter, called with the arguments they take; outputs are validated."""
+"""The subject of a check: a verifier, and perhaps a drafter. Calls pass the arguments that they take, and check outputs."""
 
 import dataclasses
 import inspect
@@ -36,20 +36,22 @@ MISTAKE_BY_RULE = {
 """Known mistakes by the rule that an output breaks."""
 
 MISTAKE_BY_MESSAGE = {r"\bnans?\b": "nan_probabilities", r"negative|\b0 > p|pvals < 0": "negative_probabilities"}
-"""Known mistakes by the message of an exception."""
+"""Known mistakes by the message of an exception, such as those that the samplers of NumPy and PyTorch raise."""
 
 LIBRARY = re.compile(
     rf"^<|site-packages|{re.escape(sysconfig.get_path('stdlib'))}|{re.escape(str(Path(__file__).parent))}"
 )
-"""Files whose functions are not the caller's."""
+"""Files whose functions do not belong to the subject."""
 
 
 class OutputError(Exception):
-    """The verifier or the drafter raised, or what it returned is not what verification returns."""
+    """The verifier or the drafter raised, or returned an invalid output."""
 
     def __init__(self, message: str, raised: bool = False, suspect: str = "") -> None:
         super().__init__(message)
         self.raised = raised
+        """Whether the function raised, rather than returned an invalid output."""
+
         self.suspect = suspect
         """The id of a known mistake that the error proves, or ""."""
 
@@ -64,7 +66,7 @@ class Arguments(NamedTuple):
     seeds: Ids
     positions: Ids
     parents: Ids | None = None
-    """[N] of a tree; then `draft_token_ids` are [n, N], and the logits have a row for each node."""
+    """[N] parents of the nodes of a tree, or None. Then `draft_token_ids` are [n, N], and each node has a row of logits."""
 
     def requests(self, some: slice) -> "Arguments":
         """Return a copy of the arguments for some requests."""
@@ -82,29 +84,31 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """A verifier and its drafter, and which arguments they take."""
+    """A verifier and its drafter, and the arguments that they take."""
 
     verify: Callable[..., Any]
     draft: Callable[..., Any] | None
     takes: frozenset[str]
-    """The options of VERIFIER_OPTIONS that it takes."""
+    """The options of VERIFIER_OPTIONS that the verifier takes."""
 
     logits_by_position: bool = False
-    """Whether draft logits are the third positional argument, under another name."""
+    """Whether the verifier takes draft logits as its third positional argument, under another name."""
 
     draft_takes: frozenset[str] = frozenset()
+    """The options of DRAFTER_OPTIONS that the drafter takes."""
+
     tree: bool = False
-    """Whether it verifies trees."""
+    """Whether the verifier takes trees."""
 
     invalid: list[str] = field(default_factory=list)
-    """Places in the functions at which NumPy computed NaN since the list was cleared."""
+    """Places in the subject's code where NumPy computed NaN since the list was cleared."""
 
     @classmethod
     def of(cls, verify: Callable[..., Any], draft: Callable[..., Any] | None = None, tree: bool = False) -> "Subject":
-        """Read the signatures.
+        """Build a subject from two functions, by their signatures.
 
         Raises:
-            ValueError: they cannot be called as the contract says.
+            ValueError: a signature does not allow the calls of the contract.
         """
         parameters = parameters_of("verify", verify)
         by_position = 3 if tree else 2
@@ -129,7 +133,7 @@ class Subject:
         return cls(verify, draft, takes, logits_by_position, draft_takes, tree)
 
     def arguments_of_call(self, arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
-        """Return the positional and the keyword arguments, [arrays], {option: value}."""
+        """Return the positional and the keyword arguments of a call."""
         positional: list[Any] = [arguments.target_logits, arguments.draft_token_ids]
         options = {name: getattr(arguments, name) for name in VERIFIER_OPTIONS if name in self.takes}
         if self.tree:
@@ -139,26 +143,26 @@ class Subject:
         return positional, options
 
     def call(self, arguments: Arguments) -> Ids:
-        """Verify; return [n, K + 1] ids that are sound.
+        """Verify; return the checked ids, [n, K + 1] int64.
 
         Raises:
-            OutputError: the verifier raised, or what it returned is not sound.
+            OutputError: the verifier raised, or returned an invalid output.
         """
         positional, options = self.arguments_of_call(arguments.requests(slice(None)))
         try:
             with self.noting_nan():
                 output = self.verify(*positional, **options)
         except Exception as error:  # a black box can raise anything
-            raise self.raised(arguments, error, lambda: self.verify(*positional, **options)) from error
+            raise self.smallest_error(arguments, error, lambda: self.verify(*positional, **options)) from error
         if output is None:
-            blamed = returns_none(lambda: self.verify(*positional, **options))
+            blamed = missing_return(lambda: self.verify(*positional, **options))
             reason = f"expected [{len(arguments.seeds)}, {arguments.most_drafts + 1}] integer ids, got None"
             lines = [f"verify: {reason}", *([f"  {blamed}"] if blamed else []), self.call_text(arguments, 0)]
             raise OutputError("\n".join(lines), suspect="no_return")
-        return sound(output, arguments, self)
+        return checked_ids(output, arguments, self)
 
     def noting_nan(self) -> np.errstate:
-        """Return a context without NumPy's warnings that adds the places of new NaN to `invalid`."""
+        """Return a context that silences NumPy's warnings and adds the places where NaN arises to `invalid`."""
 
         def note(kind: str, flag: int) -> None:
             frame: FrameType | None = sys._getframe(1)
@@ -170,8 +174,8 @@ class Subject:
 
         return np.errstate(all="ignore", invalid="call", call=note)
 
-    def raised(self, arguments: Arguments, error: Exception, call: Callable[[], Any]) -> OutputError:
-        """Return the error for an exception with as few requests as show it: halve them while a half raises, too."""
+    def smallest_error(self, arguments: Arguments, error: Exception, call: Callable[[], Any]) -> OutputError:
+        """Return the OutputError for an exception, with few requests: they are halved while one half raises too."""
         count = len(arguments.seeds)
         reason = described(error)
         if count > 1:
@@ -186,23 +190,24 @@ class Subject:
             name for pattern, name in MISTAKE_BY_MESSAGE.items() if re.search(pattern, str(error), re.IGNORECASE)
         ]
         if suspects and self.invalid:
-            suspects = ["nan_probabilities"]  # a caller's own test `weights.min() >= 0` fails for NaN, too
-        if "NoneType" in str(error) and arguments.draft_logits is not None and (blamed := returns_none(call)):
+            suspects = ["nan_probabilities"]  # a subject's test that weights are not negative fails for NaN too
+        if "NoneType" in str(error) and arguments.draft_logits is not None and (blamed := missing_return(call)):
             reason, suspects = f"{reason}\n  {blamed}", ["no_return"]
-        return OutputError(f"verify raised {reason}\n{self.call_text(arguments, 0)}", True, (suspects or [""])[0])
+        message = f"verify raised {reason}\n{self.call_text(arguments, 0)}"
+        return OutputError(message, raised=True, suspect=suspects[0] if suspects else "")
 
     def call_text(self, arguments: Arguments, index: int) -> str:
-        """Write the call with one request as Python."""
+        """Return the call with one request, as Python code."""
         positional, options = self.arguments_of_call(arguments.requests(slice(index, index + 1)))
-        parts = [*map(array, positional), *(f"{name}={array(value)}" for name, value in options.items())]
+        parts = [*map(array_text, positional), *(f"{name}={array_text(value)}" for name, value in options.items())]
         indent = "\n           "
         return f"  called: verify({(',' + indent).join(parts)})"
 
     def call_draft(self, logits: NDArray[np.float32], offset: int, options: dict[str, Any]) -> Ids:
-        """Draft one token for each request; -1 is no draft.
+        """Draft one token for each request, [n] int64; -1 is no draft.
 
         Raises:
-            OutputError: the drafter raised, or returned no such ids.
+            OutputError: the drafter raised, or returned an invalid output.
         """
         assert self.draft is not None
         keywords = {name: value for name, value in ({**options, "offset": offset}).items() if name in self.draft_takes}
@@ -218,15 +223,15 @@ class Subject:
         bad = (ids < -1) | (ids >= logits.shape[1])
         if bad.any():
             index = int(bad.argmax())
-            most, row = logits.shape[1] - 1, array(logits[index])
+            most, row = logits.shape[1] - 1, array_text(logits[index])
             raise OutputError(f"draft: expected ids from -1 to {most}, got {ids[index]} for logits {row}")
         return ids
 
 
-def returns_none(call: Callable[[], Any]) -> str:
-    """Call again; return a sentence on the last function that returned None, or "" if there is none.
+def missing_return(call: Callable[[], Any]) -> str:
+    """Repeat a call; return a sentence that names the function that returned None, or "" if no function did.
 
-    A function without a `return` of a value comes before others: those may pass on the None of a function that they call.
+    It is the last such function, preferably without any `return` of a value: others may pass on a None that they were given.
     """
     found: list[CodeType] = []
 
@@ -238,11 +243,12 @@ def returns_none(call: Callable[[], Any]) -> str:
     sys.setprofile(profile)
     try:
         call()
-    except Exception as error:  # the one that was raised before
+    except Exception as error:  # the same exception as in the first call
         raising = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
     finally:
         sys.setprofile(None)
-    candidates = [each for each in found if each not in raising]  # an exception, too, ends a function with None
+    candidates = [each for each in found if each not in raising]  # the profiler reports None for functions that raise
+    # Functions without such a `return` go to the end.
     candidates.sort(key=lambda each: re.search(r"\breturn +(?!None\b)\S", source_of(each)) is None)
     if not candidates:
         return ""
@@ -251,7 +257,7 @@ def returns_none(call: Callable[[], Any]) -> str:
 
 
 def source_of(code: CodeType) -> str:
-    """Return the source of a function, "" if there is none."""
+    """Return the source of a function, "" if it has no file."""
     try:
         return inspect.getsource(code)
     except OSError:
@@ -259,7 +265,7 @@ def source_of(code: CodeType) -> str:
 
 
 def described(error: Exception) -> str:
-    """Return an exception's type and message, and its place in the file of the function that was called."""
+    """Return an exception's type and message, and the last place in the subject's file on the way to it."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call in this file
     own = [each for each in frames if each.filename == frames[0].filename]
     where = f" ({place_of(own[-1].filename, own[-1].lineno, own[-1].name)})" if own else ""
@@ -267,12 +273,12 @@ def described(error: Exception) -> str:
 
 
 def place_of(file: str, line: int | None, function: str) -> str:
-    """Return a place in a program: file, line and function."""
+    """Return the text of a place in a program: file, line and function."""
     return f"{Path(file).name}, line {line}, in {function}"
 
 
 def parameters_of(name: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of what must be a function."""
+    """Return the parameters of a function; raise if the value is not a function or has no signature."""
     if not callable(function):
         raise ValueError(f"{name}: expected a function, got {type(function).__name__}")
     try:
@@ -282,13 +288,13 @@ def parameters_of(name: str, function: Callable[..., Any]) -> list[inspect.Param
 
 
 def options_of(parameters: list[inspect.Parameter], known: tuple[str, ...]) -> frozenset[str]:
-    """Return the known options that a function takes: all of them if it takes any keyword."""
-    anything = any(each.kind == each.VAR_KEYWORD for each in parameters)
-    return frozenset(known) if anything else frozenset(each.name for each in parameters) & frozenset(known)
+    """Return the known options that a function takes; a function with **keywords takes all of them."""
+    takes_any_keyword = any(each.kind == each.VAR_KEYWORD for each in parameters)
+    return frozenset(known) if takes_any_keyword else frozenset(each.name for each in parameters) & frozenset(known)
 
 
 def required(parameters: list[inspect.Parameter], given: list[inspect.Parameter]) -> set[str]:
-    """Return the names of the parameters that need a value beside those given by position."""
+    """Return the names of the parameters without a default that are not given by position."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {each.name for each in parameters if each.default is each.empty and each.kind not in variadic} - {
         each.name for each in given
@@ -296,7 +302,7 @@ def required(parameters: list[inspect.Parameter], given: list[inspect.Parameter]
 
 
 def draft_options(draft: Callable[..., Any]) -> frozenset[str]:
-    """Return the options that a drafter takes."""
+    """Return the options of DRAFTER_OPTIONS that a drafter takes."""
     parameters = parameters_of("draft", draft)
     if not parameters or required(parameters, parameters[:1]) - {*DRAFTER_OPTIONS}:
         raise ValueError(
@@ -308,24 +314,24 @@ def draft_options(draft: Callable[..., Any]) -> frozenset[str]:
 
 def as_array(output: Any) -> NDArray[Any]:
     """Return an array, nested lists, or a tensor on any device as a NumPy array."""
-    if hasattr(output, "detach"):  # PyTorch's, which this file does not import
+    if hasattr(output, "detach"):  # a PyTorch tensor; this file does not import PyTorch
         output = output.detach().cpu()
     return np.asarray(output)
 
 
 def integers(output: Any, shape: tuple[int, ...]) -> Ids | str:
-    """Return the output as int64 ids of this shape, or a description of what it is instead."""
+    """Return the output as int64 ids of this shape, or a description of an output of another kind."""
     try:
         ids = as_array(output)
     except Exception as error:  # lists of different lengths, or an object that does not convert
-        return fields(output) or f"{type(output).__name__}: {error}"
+        return fields_text(output) or f"{type(output).__name__}: {error}"
     if ids.shape == shape and ids.dtype.kind in "iu":
         return ids.astype(np.int64)
-    return fields(output) or (f"{ids.dtype} {list(ids.shape)}" if ids.ndim else repr(output))
+    return fields_text(output) or (f"{ids.dtype} {list(ids.shape)}" if ids.ndim else repr(output))
 
 
-def fields(output: Any) -> str:
-    """Return the types of the fields of a tuple, a dictionary or a dataclass; "" for anything else."""
+def fields_text(output: Any) -> str:
+    """Return the text of the field types of a tuple, a dictionary or a dataclass; "" for other types."""
     if isinstance(output, dict):
         names, values = [f"{name}: " for name in output], [*output.values()]
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
@@ -340,11 +346,11 @@ def fields(output: Any) -> str:
     return f"{type(output).__name__}({', '.join(map(str.__add__, names, kinds))}): return the ids alone"
 
 
-def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
-    """Return the output as int64, if it is [n, K + 1]: accepted drafts, one more token, then -1.
+def checked_ids(output: Any, arguments: Arguments, subject: Subject) -> Ids:
+    """Return the output as ids, [n, K + 1] int64: accepted drafts, one more token, then -1.
 
     Raises:
-        OutputError: it is not.
+        OutputError: the output has another form.
     """
     drafts = arguments.draft_token_ids
     requests, num_drafts = len(drafts), arguments.most_drafts
@@ -357,6 +363,7 @@ def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
     ended = ids == -1
     length = np.where(ended.any(axis=1), ended.argmax(axis=1), num_drafts + 1)
     slots = np.arange(num_drafts + 1)
+    # K of a tree is its depth, the most drafts that any path has.
     given = given_drafts(drafts) if arguments.parents is None else np.full(requests, num_drafts)
     before_last = slots[:-1] < (length - 1)[:, None]
     problems = {
@@ -375,9 +382,9 @@ def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
             given_as = "drafts" if arguments.parents is None else "nodes"
             what = f"got {ids[index].tolist()} for {given_as} {drafts[index].tolist()}"
             what += f" ({int(bad.sum())} of {requests} requests)"
-            call = f"{subject.call_text(arguments, index)}\n  returned: {array(ids[index : index + 1])}"
+            call = f"{subject.call_text(arguments, index)}\n  returned: {array_text(ids[index : index + 1])}"
             suspect = MISTAKE_BY_RULE.get(rule, "")
-            if given[index] < num_drafts:
+            if given[index] < num_drafts:  # with fewer drafts, -1 as an index is the likeliest mistake
                 what += "\n  -1 means that there is no draft: is it used as an index?"
                 suspect = "minus_1_is_an_index"
             raise OutputError(f"verify: expected {rule},\n  {what}\n{call}", suspect=suspect)
@@ -385,12 +392,12 @@ def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
 
 
 def given_drafts(drafts: Ids) -> Ids:
-    """Count each request's drafts before its first -1."""
+    """Return the number of drafts of each request before its first -1, [n]."""
     return np.asarray(np.cumprod(drafts != -1, axis=1).sum(axis=1))
 
 
-def array(values: Any) -> str:
-    """Write numbers as Python reads them, to four decimals, where they are few."""
+def array_text(values: Any) -> str:
+    """Return numbers as Python code, to four decimals; an array of more than MAX_PRINTED as its dtype and shape."""
     if values is None or isinstance(values, float | int):
         return repr(values)
     if values.size > MAX_PRINTED:

@@ -1,7 +1,7 @@
-"""Ready-made subjects: this package's methods, and what other projects verify with, where they are installed.
+"""Ready-made subjects: this package's methods, and the verifiers of other projects that are installed.
 
-Each is called as its own project calls it. What that project does elsewhere, such as its greedy path, is not asked here: the
-subject raises a ValueError, and the report says so.
+Each is called as its own project calls it. Where the project takes another path, such as for greedy decoding, the subject
+raises a ValueError, and the report says so.
 """
 
 import functools
@@ -26,24 +26,24 @@ Function = Callable[..., Any]
 
 
 class Loaded(NamedTuple):
-    """A verifier, its drafter if it has one, and what the report calls it."""
+    """A verifier, its drafter or None, and its name in the report."""
 
     verify: Function
     draft: Function | None
     name: str
     tree: Function | None = None
-    """A verifier of trees, if it has one."""
+    """A verifier of trees, or None."""
 
 
 def load(name: str, files: dict[Path, ModuleType] | None = None) -> Loaded:
-    """Return a subject by its name, or a function by `file.py:name`.
+    """Return a subject by its name, or a function of a file by `file.py:function`.
 
     Args:
-        name: of the subject.
-        files: what was run before, so that functions of one file share what is in it.
+        name: the name of a subject, with options after colons, or `file.py:function`.
+        files: the modules of files that were run before; a file is run only once, so its functions share its variables.
 
     Raises:
-        ValueError: there is none of that name, or what it needs is not installed.
+        ValueError: an unknown name, or a project that is not installed.
     """
     if name.rpartition(":")[0].endswith(".py"):
         function = load_function("subject", name, {} if files is None else files)
@@ -68,7 +68,7 @@ def load(name: str, files: dict[Path, ModuleType] | None = None) -> Loaded:
 
 
 def load_function(argument: str, name: str, files: dict[Path, ModuleType]) -> Function:
-    """Run a file, if it has not been run before, and return one of its functions, by `file.py:name`."""
+    """Run a file, if it has not been run before, and return one of its functions, by `file.py:function`."""
     path, _, function_name = name.rpartition(":")
     file = Path(path)
     if not path.endswith(".py") or not file.is_file():
@@ -86,7 +86,7 @@ def load_function(argument: str, name: str, files: dict[Path, ModuleType]) -> Fu
 
 
 def run_file(argument: str, file: Path) -> ModuleType:
-    """Run a file as a module, which can import its neighbours."""
+    """Run a file as a module that can import the files beside it."""
     sys.path.insert(0, str(file.parent.resolve()))
     specification = importlib.util.spec_from_file_location(f"checked_{file.stem}", file)
     assert specification is not None
@@ -95,15 +95,28 @@ def run_file(argument: str, file: Path) -> ModuleType:
     sys.modules[module.__name__] = module
     try:
         specification.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever a file does when it is run
+    except (Exception, SystemExit) as error:  # a file can raise anything
         raise ValueError(f"{argument}: {file} raised {type(error).__name__}: {error}") from error
     return module
 
 
-def require(condition: bool, what: str) -> None:
-    """Refuse what the project itself does elsewhere."""
+def require(condition: bool, message: str) -> None:
+    """Raise a ValueError unless a condition holds."""
     if not condition:
-        raise ValueError(what)
+        raise ValueError(message)
+
+
+def require_method(project: str, method: str) -> None:
+    """Raise a ValueError unless the method is one of an engine's two."""
+    expected = f"{project}, {project}:standard or {project}:block"
+    require(method in ("standard", "block"), f"subject: expected {expected}, got {project}:{method}")
+
+
+def require_full_chains(draft_token_ids: Any, draft_logits: Any, temperature: float) -> None:
+    """Raise a ValueError unless each position of each request has a draft with probabilities."""
+    require(draft_logits is not None, "this function needs draft probabilities")
+    require(temperature > 0, "this function takes probabilities, and no temperature 0")
+    require(bool((draft_token_ids >= 0).all()), "this function needs a draft at every position of every request")
 
 
 # --- This package ------------------------------------------------------------------------------------------------------
@@ -133,7 +146,7 @@ def specdecode(method: str = "probabilistic", backend: str = "auto") -> Loaded:
     def verify(
         target_logits: Any, draft_token_ids: Any, draft_logits: Any, *, temperature: float, seeds: Any, positions: Any
     ) -> Any:
-        draft = draft_logits if draft_token_ids.shape[1] else None  # without drafts it has no row
+        draft = draft_logits if draft_token_ids.shape[1] else None  # [n, 0, vocab] without drafts
         return sampler(target_logits, draft_token_ids, draft, temperature=temperature, seeds=seeds, positions=positions)
 
     @with_tensors
@@ -155,18 +168,18 @@ def specdecode(method: str = "probabilistic", backend: str = "auto") -> Loaded:
 
 
 def transformers() -> Loaded:
-    """The function that `generate` calls for each text, if it samples and the assistant gives logits."""
+    """The function that `generate` calls for each text when it samples and the assistant returns logits."""
     import torch
 
     speculative_sampling = import_module("transformers.generation.utils")._speculative_sampling
 
     def verify(target_logits: Any, draft_token_ids: Any, draft_logits: Any, *, temperature: float) -> Any:
-        require(draft_logits is not None, "without draft logits generate compares with samples, in its own loop")
+        require(draft_logits is not None, "without draft logits generate samples and compares, in its own loop")
         require(temperature > 0, "greedy decoding is in generate's own loop")
         given = given_drafts(draft_token_ids)
         require(bool((given > 0).all()), "without drafts generate samples, in its own loop")
         token_ids = np.full((len(target_logits), target_logits.shape[1]), -1)
-        # Logits processors divide both models' logits by the temperature before.
+        # `generate`'s logits processors have divided the logits of both models by the temperature.
         target, draft = (torch.from_numpy(logits / np.float32(temperature)) for logits in (target_logits, draft_logits))
         tokens = torch.from_numpy(draft_token_ids)
         for request, count in enumerate(given.tolist()):
@@ -182,10 +195,10 @@ def transformers() -> Loaded:
 
 
 def vllm(method: str = "standard") -> Loaded:
-    """Call vLLM's `rejection_sample` on packed rows; `vllm:block` is its block verification."""
+    """Verification of packed rows by vLLM's `rejection_sample`; `vllm:block` is its block verification."""
     import torch
 
-    require(method in ("standard", "block"), f"subject: expected vllm, vllm:standard or vllm:block, got vllm:{method}")
+    require_method("vllm", method)
     module = import_module("vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils")
 
     def verify(
@@ -194,14 +207,14 @@ def vllm(method: str = "standard") -> Loaded:
         requests, num_drafts = draft_token_ids.shape
         given = given_drafts(draft_token_ids)
         slots, offsets = np.nonzero(np.arange(num_drafts + 1) <= given[:, None])
-        fed = np.pad(draft_token_ids, ((0, 0), (1, 0)))[slots, offsets]  # before a request's drafts, its last token
+        fed = np.pad(draft_token_ids, ((0, 0), (1, 0)))[slots, offsets]  # each row's input token; 0 before the drafts
 
         def on_gpu(array: Any, dtype: Any = None) -> Any:
             return torch.from_numpy(np.ascontiguousarray(array)).to("cuda", dtype)
 
         rows = on_gpu(target_logits[slots, offsets])
         sampled, counts = module.rejection_sample(
-            rows / temperature if temperature > 0 else rows,  # as its processors leave them
+            rows / temperature if temperature > 0 else rows,  # as vLLM's logits processors return them
             None if draft_logits is None or num_drafts == 0 else on_gpu(draft_logits),
             on_gpu(fed),
             on_gpu(np.cumsum([0, *(given + 1)]), torch.int32),
@@ -214,27 +227,22 @@ def vllm(method: str = "standard") -> Loaded:
             num_drafts,
             use_block_verification=method == "block",
         )
-        past = torch.arange(num_drafts + 1, device="cuda") >= counts[:, None]  # never written
+        past = torch.arange(num_drafts + 1, device="cuda") >= counts[:, None]  # the kernel leaves these unwritten
         return sampled.masked_fill(past, -1)
 
     return Loaded(verify, None, f"vLLM {version('vllm')} rejection_sample, {method}")
 
 
 def sglang(method: str = "standard") -> Loaded:
-    """SGLang's verification of a chain with draft probabilities; `sglang:block` is its block verification."""
+    """SGLang's verification of chains with draft probabilities; `sglang:block` is its block verification."""
     import torch
 
-    require(
-        method in ("standard", "block"),
-        f"subject: expected sglang, sglang:standard or sglang:block, got sglang:{method}",
-    )
+    require_method("sglang", method)
     softmax = import_module("sglang.kernels.ops.sampling").softmax
     verification = import_module("sglang.kernels.ops.speculative.verify_sampling").chain_speculative_sampling_triton
 
     def verify(target_logits: Any, draft_token_ids: Any, draft_logits: Any, *, temperature: float) -> Any:
-        require(draft_logits is not None, "without draft probabilities SGLang verifies otherwise")
-        require(temperature > 0, "greedy requests are verified by another kernel")
-        require(bool((draft_token_ids >= 0).all()), "every request has as many drafts")
+        require_full_chains(draft_token_ids, draft_logits, temperature)
         batch, rows = target_logits.shape[:2]
 
         def probabilities(logits: Any) -> Any:
@@ -269,15 +277,13 @@ def sglang(method: str = "standard") -> Loaded:
 
 
 def flashinfer() -> Loaded:
-    """FlashInfer's verification of a chain."""
+    """FlashInfer's verification of chains with draft probabilities."""
     import torch
 
     sampling = import_module("flashinfer.sampling")
 
     def verify(target_logits: Any, draft_token_ids: Any, draft_logits: Any, *, temperature: float) -> Any:
-        require(draft_logits is not None, "it needs draft probabilities")
-        require(temperature > 0, "it takes probabilities, and no temperature 0")
-        require(bool((draft_token_ids >= 0).all()), "every request has as many drafts")
+        require_full_chains(draft_token_ids, draft_logits, temperature)
 
         def probabilities(logits: Any) -> Any:
             return sampling.softmax(torch.from_numpy(logits).cuda().flatten(0, 1), temperature).view(logits.shape)

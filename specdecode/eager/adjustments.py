@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdecode.adjustments import MOST_COUNTED, WORD, Adjustments
+from specdecode.adjustments import MOST_COUNTED, SMALLEST_FACTOR, WORD, Adjustments
 from specdecode.arguments import select
 from specdecode.batch import Packing, RowBatch, VerificationBatch
 from specdecode.eager.packed import IndexedRows, locate, rows_of
@@ -18,10 +18,10 @@ from specdecode.eager.packed import IndexedRows, locate, rows_of
 class RowIndex(NamedTuple):
     """The indices of rows into the adjustments: tensors of one shape, [...] int64."""
 
-    slots: Tensor  # index of tensors by slot
-    requests: Tensor  # row of the draft tokens
-    offsets: Tensor  # number of drafts before the row
-    masks: Tensor  # the row of the mask, if masks are by row
+    slots: Tensor  # into tensors by slot: penalties, prompt masks, counts and biases
+    requests: Tensor  # into the draft tokens, and masks by request
+    offsets: Tensor  # the number of drafts before the row
+    masks: Tensor  # into masks by row, in packed calls
 
 
 class AdjustedRows:
@@ -29,9 +29,9 @@ class AdjustedRows:
 
     Args:
         logits: [..., vocab] raw logits.
-        adjustments: of all requests.
+        adjustments: the adjustments of all requests.
         draft_token_ids: [batch, num_draft_tokens] int, -1 for none.
-        index: [...] of the rows.
+        index: the slot, request, offset and mask of each row, [...] each.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class AdjustedRows:
         return self.shape[0]
 
     def __getitem__(self, key: Any) -> "AdjustedRows":
-        """Return some of the rows."""
+        """Return some of the rows, without a copy."""
         index = RowIndex(*(each[key] for each in self.index))
         return AdjustedRows(self.logits[key], self.adjustments, self.draft_token_ids, index)
 
     def gather(self) -> Tensor:
-        """Copy the rows, adjusted."""
+        """Return an adjusted copy of the rows, [..., vocab]."""
         rows = self.logits.gather() if isinstance(self.logits, IndexedRows) else self.logits
         rows = rows.to(self.dtype, copy=True)
         if self.adjustments.bias_ids is not None:
@@ -83,7 +83,7 @@ class AdjustedRows:
 
 
 def add_bias(rows: Tensor, adjustments: Adjustments, slots: Tensor) -> Tensor:
-    """Return l + b of [..., vocab] rows; a bias that is NaN or has no token is 0."""
+    """Return l + b of [..., vocab] rows; a NaN bias, or one whose id is not a token, is 0."""
     assert adjustments.bias_ids is not None
     assert adjustments.bias is not None
     ids = adjustments.bias_ids[slots].to(torch.int64)
@@ -93,7 +93,7 @@ def add_bias(rows: Tensor, adjustments: Adjustments, slots: Tensor) -> Tensor:
 
 
 def penalize(rows: Tensor, adjustments: Adjustments, index: RowIndex, counts: Tensor) -> Tensor:
-    """Return penalised [..., vocab] rows, given how often each token was emitted."""
+    """Return penalized rows, [..., vocab], given the counts of emitted tokens."""
     repetition, frequency, presence = (
         None if penalty is None else row_penalties(penalty, float(neutral), index.slots, rows.dtype)
         for penalty, neutral in zip(adjustments[:3], (1, 0, 0))
@@ -111,29 +111,27 @@ def penalize(rows: Tensor, adjustments: Adjustments, index: RowIndex, counts: Te
 
 
 def row_penalties(penalty: Tensor | float, neutral: float, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the penalty of each row, [..., 1] or []; invalid values, which could not be checked, become neutral."""
+    """Return the penalty of each row, [..., 1], or [] if all rows have the same.
+
+    Invalid values become neutral: the host does not read tensors on a device, so they were not checked.
+    """
     if not isinstance(penalty, Tensor):
         return torch.full((), penalty, dtype=dtype, device=slots.device)  # avoids a copy from the host
     given = penalty.to(torch.float32).to(dtype)[slots][..., None]
-    valid = given.isfinite() & (given > 0) if neutral == 1 else given.isfinite()
+    valid = given.isfinite()
+    if neutral == 1:
+        valid &= given >= SMALLEST_FACTOR
     return given.where(valid, neutral)
 
 
 def bits_of(words: Tensor, width: int) -> Tensor:
-    """Return the first bits of [..., words] int32 masks, the lowest of each word first, [..., width] bool."""
+    """Return the first `width` bits of masks, [..., width] bool; masks are [..., words] int32, lowest bits first."""
     shifts = torch.arange(WORD, device=words.device, dtype=words.dtype)
     return ((words[..., None] >> shifts) & 1).flatten(-2)[..., :width].bool()
 
 
-def words_of(bits: Tensor) -> Tensor:
-    """Return [..., width] bool as masks, [..., ceil(width / 32)] int32."""
-    padded = torch.nn.functional.pad(bits.to(torch.int64), (0, -bits.shape[-1] % WORD))
-    words = padded.view(*bits.shape[:-1], -1, WORD) << torch.arange(WORD, device=bits.device)
-    return words.sum(dim=-1).to(torch.int32)
-
-
 def rows_and_slots(packing: Packing, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of each request of a packed call, [batch, num_draft_tokens + 1] int64, and its slot, [batch]."""
+    """Return the rows of a packed call's requests, [batch, num_draft_tokens + 1] int64, and their slots, [batch] int64."""
     first, num_drafts, slots = locate(packing, num_rows)
     return rows_of(first, num_drafts, packing.num_draft_tokens), slots
 
@@ -149,12 +147,15 @@ def row_index(packing: Packing | None, num_rows: int, shape: torch.Size, device:
 
 
 def adjusted(batch: VerificationBatch, unpacked: VerificationBatch) -> VerificationBatch:
-    """Return a batch whose target rows are adjusted when they are read, given the batch before and after unpacking."""
+    """Return the unpacked batch with target rows that are adjusted when they are copied.
+
+    `batch` is the call before unpacking; the two are the same if it is not packed.
+    """
     logits, adjustments = unpacked.target_logits, batch.adjustments
     assert adjustments is not None
     index = row_index(batch.packing, len(batch.target_logits), logits.shape[:2], logits.device)
     draft_token_ids = unpacked.draft_token_ids
-    if batch.packing is not None and batch.packing.path is not None:
+    if batch.packing is not None and batch.packing.path is not None:  # a round of a tree: all tokens on the path count
         draft_token_ids = batch.packing.path
         index = index._replace(offsets=index.offsets + draft_token_ids.shape[1])
     rows = AdjustedRows(logits, with_a_mask(adjustments), draft_token_ids, index)
@@ -162,16 +163,17 @@ def adjusted(batch: VerificationBatch, unpacked: VerificationBatch) -> Verificat
 
 
 def adjusted_rows(batch: RowBatch) -> Any:
-    """Return the rows of a batch without drafts, adjusted when they are read."""
+    """Return the rows of a batch without drafts, adjusted when they are copied."""
     if batch.adjustments is None:
         return batch.logits
     requests = torch.arange(len(batch.logits), device=batch.logits.device)
     index = RowIndex(requests, requests, torch.zeros_like(requests), requests)
-    return AdjustedRows(batch.logits, batch.adjustments, requests[:, None][:, :0], index)
+    no_drafts = requests[:, None][:, :0]
+    return AdjustedRows(batch.logits, batch.adjustments, no_drafts, index)
 
 
 def with_a_mask(adjustments: Adjustments) -> Adjustments:
-    """Return adjustments whose masks, if any, have at least one row: requests without rows read the first."""
+    """Return adjustments with at least one row of masks, if there are masks: requests without rows read the first."""
     mask = adjustments.allowed_mask
     if mask is None or len(mask) > 0:
         return adjustments

@@ -1,7 +1,7 @@
-"""Packed calls in PyTorch, converted to padded ones: small tensors are gathered, rows of logits get an index.
+"""Packed calls in PyTorch, converted to padded ones: small tensors are gathered, and an index selects rows of logits.
 
-All other code then works as if the call were not packed. The index replaces the padded logits; the rows of a few requests
-at a time are copied when they are computed.
+All other code then works as if the call were not packed. The rows of a few requests at a time are copied when they are
+computed.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from specdecode.batch import Packing, SamplerOutput, VerificationBatch
 
 
 class IndexedRows:
-    """Rows of logits selected by an index; used like a tensor of [..., vocab] logits, but without a copy."""
+    """Rows of logits selected by an index, without a copy; used like a tensor of [..., vocab] logits."""
 
     def __init__(self, logits: Tensor, index: tuple[Tensor, ...]) -> None:
         """Select `logits[index]`; the tensors of the index have the same shape."""
@@ -31,7 +31,7 @@ class IndexedRows:
         return IndexedRows(self.logits, tuple(index[key] for index in self.index))
 
     def gather(self) -> Tensor:
-        """Copy the rows."""
+        """Return a copy of the rows, [..., vocab]."""
         return self.logits[self.index]
 
 
@@ -58,12 +58,12 @@ def rows_of(first: Tensor, num_drafts: Tensor, most: int) -> Tensor:
 
 
 def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatch, Tensor]:
-    """Return a packed batch as a padded one, and whether each request has rows, [batch] bool."""
+    """Return the padded form of a packed batch, and whether each request has rows, [batch] bool."""
     logits, ids = batch.target_logits, batch.draft_token_ids
     first, num_drafts, slots = locate(packing, len(logits))
     if len(logits) == 0:  # requests without rows read this row
         logits = logits.new_zeros(1, logits.shape[1])
-    if len(ids) < len(logits):
+    if len(ids) < len(logits):  # the last row may have no entry
         ids = torch.nn.functional.pad(ids, (0, 1))
     rows = rows_of(first, num_drafts, packing.num_draft_tokens)
     offsets = torch.arange(packing.num_draft_tokens, device=first.device)
@@ -76,11 +76,11 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
 
     positions = batch.positions
     if packing.row_positions is not None:
-        positions = torch.nn.functional.pad(packing.row_positions, (0, 1))[first] + 1
+        positions = torch.nn.functional.pad(packing.row_positions, (0, 1))[first] + 1  # one after the fed token
 
-    # The other tensors are gathered by slot, except adjustments, which stay by slot.
-    others: Any = {"draft_logits": None, "adjustments": None, "packing": None}
-    by_request = select(batch._replace(**others), slot=slots)
+    # The other tensors are gathered by slot. Adjustments stay by slot: `AdjustedRows` indexes them.
+    left_out: Any = {"draft_logits": None, "adjustments": None, "packing": None}
+    by_request = select(batch._replace(**left_out), slot=slots)
     unpacked = by_request._replace(
         target_logits=IndexedRows(logits, (rows,)),  # type: ignore[arg-type] # duck-typed as a tensor
         draft_token_ids=token_ids,
@@ -92,7 +92,7 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
 
 
 def mark_invalid(output: SamplerOutput, has_rows: Tensor) -> SamplerOutput:
-    """Make requests without rows emit token 0, the only kept token, and mark them invalid."""
+    """Return the output with requests without rows marked invalid: they emit token 0, the only kept token."""
     output.token_ids[:, 0].mul_(has_rows)
     if output.logprobs is not None:
         output.logprobs[:, 0].masked_fill_(~has_rows, 0)

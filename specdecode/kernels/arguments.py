@@ -10,7 +10,7 @@ Pointer = Annotated[Any, "pointer"]  # a pointer to the dtype of the tensor that
 Int32 = Annotated[Any, "i32"]
 Int64 = Annotated[Any, "i64"]
 Float32 = Annotated[Any, "fp32"]
-Constant = Annotated[Any, "constexpr"]
+Constant = Annotated[Any, "constexpr"]  # OVERLAPS in bundles below: the next launch may be set up while this one runs
 Stride = Annotated[Any, "stride"]  # int64; kernels are compiled for the value 1
 Count = Annotated[Any, "count"]  # int32; kernels are compiled for the value 0
 # Multiples of 16 if the bundle's ALIGNED is set: the compiler may rely on it, so a thread can load 16 bytes at once.
@@ -42,14 +42,19 @@ class DraftVocabulary(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """The rows and slots of the requests of a packed call; all None if the call is not packed."""
+    """The rows and slots of the requests of a packed call; all None if the call is not packed.
 
-    row_starts_ptr: Pointer  # [batch + 1] int32 or int64: a request's first row, where the previous request's rows end
+    A round of a tree is a packed call with one row for each request.
+    """
+
+    row_starts_ptr: Pointer  # [batch + 1] int32 or int64: request i has rows row_starts[i] to row_starts[i + 1] - 1;
+    # in a round [batch]: the row of each request
     num_rows: Int64
     slots_ptr: Pointer  # [batch] int32 or int64, or None: the slot is the request's index
     num_slots: Int64
-    IS_ROUND: Constant  # a round of a tree: row_starts are [batch], the one row of each request
-    path_ptr: Pointer  # [batch, depth] int64, in a round: the tokens between node 0 and the row; None: no penalties
+    IS_ROUND: Constant  # whether the call is a round of a tree
+    path_ptr: Pointer  # [batch, depth] int64, in a round: the tokens on the path after node 0, up to the row; None:
+    # there are no penalties
     path_stride: Int64
     depth: Int32
 
@@ -75,16 +80,16 @@ class Requests(NamedTuple):
     temperature_ptr: Pointer  # [batch] any float, or None: `temperature` for all
     temperature: Float32  # 0 is greedy
     seeds_ptr: Pointer  # [batch] int64, or None: first_seed, first_seed + 1, ...
-    SEEDS_BY_REQUEST: Constant  # in a packed call, too
+    SEEDS_BY_REQUEST: Constant  # whether seeds are by request in a packed call; otherwise by slot
     first_seed: Int64
-    positions_ptr: Pointer  # [batch] int64 absolute position of the token at offset 0, or None: 0; always by request
+    positions_ptr: Pointer  # [batch] int64 position of the token at offset 0, or None: 0; by request, never by slot
     row_positions_ptr: Pointer  # [num_rows] int64 position of each row's fed token, one before the drawn one's; or None
     block_domain: Int32  # noise domains of emitted tokens
     token_domain: Int32
 
 
 class Limits(NamedTuple):
-    """The limits that truncate rows: by request (at its slot), or one for all; all None if rows are not truncated."""
+    """The limits that truncate rows: one value for each request, at its slot, or one for all; all None: no truncation."""
 
     top_k_ptr: Pointer  # [batch] int32 or int64, or None: `top_k` for all
     top_k: Int32  # 0 keeps all tokens
@@ -95,23 +100,24 @@ class Limits(NamedTuple):
 
 
 class Adjustments(NamedTuple):
-    """The adjustments of target rows: by request (at its slot), or one for all; None if absent."""
+    """The adjustments of target rows: one value for each request, at its slot, or one for all; None if absent."""
 
     EXIST: Constant  # whether there are any adjustments
     repetition_ptr: Pointer  # [batch] any float, or None: `repetition` for all
     repetition: Float32  # None: there are no penalties
-    frequency_ptr: Pointer
+    frequency_ptr: Pointer  # as repetition
     frequency: Float32
-    presence_ptr: Pointer
+    presence_ptr: Pointer  # as repetition
     presence: Float32
-    prompt_ptr: Pointer  # [batch, ceil(vocab_size / 32)] int32 masks
+    prompt_ptr: Pointer  # [batch, ceil(vocab_size / 32)] int32 masks of the tokens in the prompt
     prompt_stride: Int64
-    counts_ptr: AlignedPointer  # [batch, vocab_size] int32
+    counts_ptr: AlignedPointer  # [batch, vocab_size] int32 counts of the tokens emitted before the step
     counts_stride: AlignedInt64
     bias_ids_ptr: Pointer  # [batch, num_biases] int32 or int64, -1 for none
     bias_ptr: Pointer  # [batch, num_biases] any float
     num_biases: Int32
-    allowed_ptr: Pointer  # [batch, num_draft_tokens + 1, ceil(vocab_size / 32)] int32 masks, or [num_rows, ...]
+    allowed_ptr: Pointer  # [batch, num_draft_tokens + 1, ceil(vocab_size / 32)] int32 masks of allowed tokens, or
+    # [num_rows, ...] in a packed call
     allowed_stride_request: Int64
     allowed_stride_offset: Int64
     ALIGNED: Constant  # rows of counts start at multiples of 16
@@ -132,7 +138,10 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The outputs of a step: counts of a verification or logsumexp of a sampled row; the others are None."""
+    """The outputs of a step.
+
+    Counts and `invalid` are None if rows are sampled without drafts, logsumexp and cutoff are None in a verification.
+    """
 
     token_ids_ptr: Pointer  # [batch, num_draft_tokens + 1] int64
     num_accepted_ptr: Pointer  # [batch] int32
@@ -144,7 +153,7 @@ class Outputs(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """The likely and kept tokens of the rows of emitted tokens; None for lists that are not requested."""
+    """The likeliest and the kept tokens of the rows of emitted tokens; None for lists that are not requested."""
 
     top_ids_ptr: Pointer  # [batch, num_draft_tokens + 1, num_top] int64
     top_logprobs_ptr: Pointer  # [batch, num_draft_tokens + 1, num_top] float32

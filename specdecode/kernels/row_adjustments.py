@@ -6,18 +6,18 @@ import triton.language as tl
 from specdecode import adjustments
 from specdecode.kernels.values import INFINITY, Biases, Penalties, RowAdjustments, exists
 
-SMALLEST_PENALTY = tl.constexpr(1.1754944e-38)
+SMALLEST_FACTOR = tl.constexpr(adjustments.SMALLEST_FACTOR)
 WORD = tl.constexpr(adjustments.WORD)
 
 
 @triton.jit
 def load_penalty(ptr, number, slot, IS_FACTOR: tl.constexpr):
-    """Return a request's penalty; invalid values of a tensor, which could not be checked, are neutral."""
+    """Return a request's penalty; invalid values of a tensor become neutral, because the host has not checked them."""
     penalty = number
     if ptr is not None:
         given = tl.load(ptr + slot).to(tl.float32)
         if IS_FACTOR:
-            penalty = tl.where((given >= SMALLEST_PENALTY) & (given < INFINITY), given, 1.0)
+            penalty = tl.where((given >= SMALLEST_FACTOR) & (given < INFINITY), given, 1.0)
         else:
             penalty = tl.where(tl.abs(given) < INFINITY, given, 0.0)
     return penalty
@@ -25,7 +25,7 @@ def load_penalty(ptr, number, slot, IS_FACTOR: tl.constexpr):
 
 @triton.jit
 def biases_of(request, given):
-    """Return a request's biases."""
+    """Return a request's biases, or () if there are none."""
     if given.bias_ids_ptr is None:
         return ()
     else:
@@ -35,7 +35,7 @@ def biases_of(request, given):
 
 @triton.jit
 def penalties_of(request, given):
-    """Return a request's penalties."""
+    """Return a request's penalties, or () if there are none."""
     if given.repetition is None:
         return ()
     else:
@@ -54,7 +54,10 @@ def penalties_of(request, given):
 
 @triton.jit
 def load_drafts(before, sizes):
-    """Return the ids of the drafts before a row, [MAX_DRAFTS], -1 for none, given their location."""
+    """Return a 1-tuple of the ids of the drafts before a row, [MAX_DRAFTS], -1 for none; () if drafts do not count.
+
+    `before` locates them: a pointer to the first id, its stride, the number of drafts and the vocabulary size; or ().
+    """
     if exists(before):
         ids_ptr, stride, num_drafts, vocab_size = before
         offsets = tl.arange(0, sizes.MAX_DRAFTS)
@@ -66,7 +69,7 @@ def load_drafts(before, sizes):
 
 @triton.jit
 def allowed_at(request, offset, given):
-    """Return a pointer to the row of the allowed mask."""
+    """Return a 1-tuple of a pointer to the row of the allowed mask; () if there is no mask."""
     if given.allowed_ptr is None:
         return ()
     else:
@@ -76,7 +79,7 @@ def allowed_at(request, offset, given):
 
 @triton.jit
 def adjustments_at(request, offset, inputs, sizes):
-    """Return the adjustments of the target row at an offset of a request."""
+    """Return the adjustments of the target row at an offset of a request, or () if there are none."""
     if inputs.adjustments.EXIST:
         given, drafts, before = inputs.adjustments, inputs.drafts, ()
         if given.repetition is not None and drafts.ids_ptr is not None:

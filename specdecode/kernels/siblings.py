@@ -1,13 +1,14 @@
-"""The launch that draws siblings: the children of a node, ordered by how likely each is the target's own token.
+"""The launch that draws siblings, the children of a node: the target's own token, and the tokens next in the same draw.
 
-    lag of token v in block b  =  log S_best - log S_b + log s_first - log s_v,     S_b = W_b / E(b),  s_v = w(v) / E'(v)
+    lag of token v in block b  =  log S_top - log S_b + log s_top - log s_v,     S_b = W_b / E(b),  s_v = w(v) / E'(v)
 
-S and s are the scores by which `selection` draws one token, the token with lag 0; S_best is the largest S, and s_first the
-largest s of block b. The siblings are the `WIDTH` tokens with the smallest lags. They lie in the `WIDTH` blocks with the
-largest S, since the first token of a block has the lag of its block. Logarithms here have base 2.
+`selection` draws a token by these scores: w(v) is the token's weight, W_b the sum of the weights of block b, and E(b) and
+E'(v) are exponential random numbers. S_top is the largest S, and s_top the largest s in block b, so the drawn token has lag
+0. The siblings are the `WIDTH` tokens with the smallest lags. They lie in the `WIDTH` blocks with the largest S, since the
+top token of a block has the lag of its block. Logarithms here have base 2.
 
-A program has one row. It reads the row's statistics, 8 bytes for each block of 1,024, and `WIDTH` blocks of logits again.
-Siblings of a greedy request are the tokens with the largest logits.
+A program has one row. It reads the row's statistics, 8 bytes for each block of 1,024 tokens, and the logits of `WIDTH`
+blocks again. Siblings of a greedy request are the tokens with the largest logits.
 """
 
 import triton
@@ -35,13 +36,13 @@ def best_blocks(scores, WIDTH: tl.constexpr, RANKS: tl.constexpr):
         score, block = tl.max(scores, 0), first_largest(scores)
         lag = tl.where(score > 0, tl.log2(best / tl.where(score > 0, score, 1.0)), INFINITY)
         blocks, lags = tl.where(ranks == rank, block, blocks), tl.where(ranks == rank, lag, lags)
-        scores = tl.where(indices == block, -1.0, scores)  # taken
+        scores = tl.where(indices == block, -1.0, scores)  # this block has its rank
     return blocks, lags
 
 
 @triton.jit
-def store_race(context, row, p, noise, drawn, siblings_ptr, token_domain, WIDTH: tl.constexpr, RANKS: tl.constexpr):
-    """Store the siblings of a row that is not a point mass, the drawn token first."""
+def store_sampled(context, row, p, noise, drawn, siblings_ptr, token_domain, WIDTH: tl.constexpr, RANKS: tl.constexpr):
+    """Store the tokens with the smallest lags, the drawn token first; the row is not a point mass."""
     blocks, lags = best_blocks(block_scores(p.block_sums, noise.exponentials), WIDTH, RANKS)
     ids = blocks[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
     logits = load_logits(row, ids, lags[:, None] < INFINITY)
@@ -49,7 +50,7 @@ def store_race(context, row, p, noise, drawn, siblings_ptr, token_domain, WIDTH:
     scores = tl.fma(logits - p.row_max, base_2_scale(context.temperature), -tl.log2(exponentials))
     lags = lags[:, None] + (tl.max(scores, 1)[:, None] - scores)
     lags = tl.where((scores > -INFINITY) & (ids != drawn), lags, INFINITY)
-    tl.store(siblings_ptr, drawn)  # even if its lag is rounded
+    tl.store(siblings_ptr, drawn)  # first even if rounding gives another token the smallest lag
     for nth in range(1, WIDTH):
         least = tl.min(lags)
         token = tl.min(tl.where(lags == least, ids, 2**31 - 1))
@@ -85,7 +86,7 @@ def siblings_kernel(inputs, outputs, workspace, sizes, siblings):
         if p.point_mass_token < 0:
             token_domain = inputs.requests.token_domain
             RANKS: tl.constexpr = triton.next_power_of_2(siblings.WIDTH)
-            store_race(context, row, p, noise, drawn, siblings_ptr, token_domain, siblings.WIDTH, RANKS)
+            store_sampled(context, row, p, noise, drawn, siblings_ptr, token_domain, siblings.WIDTH, RANKS)
         else:
             for nth in range(siblings.WIDTH):
                 tl.store(siblings_ptr + nth, tl.where(nth == 0, drawn, -1))

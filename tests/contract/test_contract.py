@@ -219,7 +219,7 @@ def nonsense(kind: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict
         return tuple({"temperature": temperature, "draft_sampling": Sampling(temperature, **each)} for each in limits)
     counts = torch.full((6, 1040), -(2**31), dtype=torch.int32)
     ids = torch.tensor([[1040, -7, 2**31 - 1]] * 6, dtype=torch.int32)
-    rates, wild = torch.tensor([NAN, INF, -1.0, 0.0, -INF, -0.0]), torch.tensor([NAN, INF, -INF, NAN, INF, NAN])
+    rates, wild = torch.tensor([NAN, INF, -1.0, 0.0, -INF, 1e-40]), torch.tensor([NAN, INF, -INF, NAN, INF, NAN])
     return {"adjustments": Adjustments(rates, wild, wild, None, counts, ids, torch.full((6, 3), 5.0))}, {}
 
 
