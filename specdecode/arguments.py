@@ -42,8 +42,8 @@ class Argument(NamedTuple):
 
     dtypes: tuple[torch.dtype, ...]
     dimensions: tuple[str, ...]
-    """Names of its dimensions; `Sizes` has their sizes. In a padded call `"slot"` has the size of `"request"`. In a packed one
-    `"row"` is the one dimension of all rows of all requests, and `"request"` before it is dropped."""
+    """Names of its dimensions; `Sizes` has their sizes. In a padded call `"slot"` has the size of `"request"`; in a packed
+    call `"row"` is the one dimension of all rows of all requests, and `"request"` before it is dropped."""
     expected: str = ""
     """The valid values, for errors; `{vocab}` and other dimensions are replaced by their sizes."""
     is_valid: Callable[[Any, "Sizes"], Any] | None = None

@@ -1,6 +1,6 @@
 """Acceptance schedules: how often synthetic verification accepts each draft.
 
-Position i of a step (counted from 0) is accepted, given that all drafts before it were, with the conditional rate a_i;
+Position i of a step (counted from 0) is accepted, given that all drafts before it were, with the conditional rate a_i,
 so all drafts through i are accepted with the joint rate J_i = a_0 * ... * a_i. The mean number of accepted drafts is
 J_0 + ... + J_{K-1}, which relates the two numbers that benchmarks quote:
 
@@ -33,7 +33,7 @@ class AcceptanceSchedule:
     |---|---|---|
     | `"decay"` | `base_rate * decay**i`: later drafts are harder, as real drafters show | vLLM |
     | `"constant"` | `base_rate` at every position (decay 1) | llama.cpp |
-    | `"minimum_variance"` | 1 floor(m) times, once m - floor(m), then 0 | vLLM |
+    | `"minimum_variance"` | 1 at the first floor(m) positions, m - floor(m) at the next, then 0 | vLLM |
 
     With `"minimum_variance"` every step accepts m drafts, rounded down or up.
 
@@ -46,8 +46,8 @@ class AcceptanceSchedule:
 
     Raises:
         TypeError: a rate is not a real number.
-        ValueError: a rate is NaN or outside [0, 1], the rates increase, or there are none; or base_rate and decay are
-            given and do not make them.
+        ValueError: a rate is NaN or outside [0, 1], the rates increase, or there are none; or `base_rate` and `decay` are
+            given, but give other joint rates.
 
     Example:
         >>> from specdecode import AcceptanceSchedule
@@ -71,12 +71,12 @@ class AcceptanceSchedule:
         for name, number in (("base_rate", self.base_rate), ("decay", self.decay)):
             if isinstance(number, bool) or not isinstance(number, Real):
                 raise TypeError(
-                    f"{name}: expected a float, as both base_rate and decay or neither, got {shown(number)}"
+                    f"{name}: expected a float (give both base_rate and decay, or neither), got {shown(number)}"
                 )
-        made = _joint_rates(cast(float, self.base_rate), cast(float, self.decay), len(self.joint_rates))
-        if not all(math.isclose(*each, rel_tol=1e-9, abs_tol=1e-12) for each in zip(made, self.joint_rates)):
+        rates = _joint_rates(cast(float, self.base_rate), cast(float, self.decay), len(self.joint_rates))
+        if not all(math.isclose(*each, rel_tol=1e-9, abs_tol=1e-12) for each in zip(rates, self.joint_rates)):
             got = f"{shown(self.base_rate)} and {shown(self.decay)}"
-            raise ValueError(f"base_rate: expected, with decay, to make the joint_rates, got {got}")
+            raise ValueError(f"base_rate: expected a base_rate and decay that give the joint_rates, got {got}")
 
     @classmethod
     def from_mean_rate(
@@ -132,8 +132,8 @@ class AcceptanceSchedule:
     ) -> "AcceptanceSchedule":
         """Build the schedule that emits `length` tokens per step on average.
 
-        The same as `from_mean_rate((length - 1) / num_draft_tokens, ...)`, except for the default shape, which is vLLM's
-        for a length: every step then emits `length` tokens rounded down or up, the smallest possible variation.
+        Equal to `from_mean_rate((length - 1) / num_draft_tokens, ...)`, except for the default shape. It is vLLM's default
+        for lengths: each step emits `length` tokens, rounded down or up, so the variation is the smallest possible.
 
         Args:
             length: mean emitted tokens per step, the recovered or bonus token counted, in [1, num_draft_tokens + 1].
@@ -224,7 +224,7 @@ def _joint_rates(base_rate: float, decay: float, num_draft_tokens: int) -> tuple
 
 
 def _solve(accepted: float, num_draft_tokens: int, min_decay: float) -> tuple[float, float]:
-    """Return the base rate and decay whose joint rates sum to `accepted`.
+    """Return (base rate, decay) whose joint rates sum to `accepted`.
 
     The sum increases with the base rate and with the decay, so both are found by bisection: first the smallest decay that
     reaches the sum with a base rate of 1, then the base rate.
@@ -242,7 +242,7 @@ def _solve(accepted: float, num_draft_tokens: int, min_decay: float) -> tuple[fl
 
 
 def _smallest(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """Return the smallest float in [low, high] at which a condition holds. Where it holds, it holds for all larger ones."""
+    """Return the smallest float in [low, high] at which a condition holds; it must hold at all larger floats too."""
     if holds(low):
         return low
     while low < (middle := (low + high) / 2) < high:  # ends when low and high are neighbouring floats

@@ -14,9 +14,8 @@ from tests.support.adjusted import (
     words_of,
 )
 from tests.support.calls import METHODS
-from tests.support.differential import case
+from tests.support.differential import assert_same, case
 from tests.support.oracle import SCHEDULE
-from tests.support.packing import assert_same
 
 NAN = float("nan")
 
@@ -118,6 +117,7 @@ def test_the_largest_count_does_not_overflow():
 WRONG = {
     "repetition_penalty: expected a finite float > 0": {"repetition_penalty": 0.0},
     "repetition_penalty: expected a finite float > 0, got nan": {"repetition_penalty": NAN},
+    "repetition_penalty: expected a finite float > 0, got 1e-40": {"repetition_penalty": 1e-40},  # denormal in float32
     "frequency_penalty: expected a finite float": {"frequency_penalty": 10**400},
     "presence_penalty: expected a finite float or a": {"presence_penalty": "1"},
     "repetition_penalty: expected finite numbers > 0": {"repetition_penalty": torch.tensor([1.0, -2.0])},

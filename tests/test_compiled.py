@@ -1,4 +1,4 @@
-"""The sampler in functions that torch.compile compiles: a call breaks the graph, and returns what it returns elsewhere."""
+"""The sampler in functions compiled by torch.compile: a call breaks the graph, runs uncompiled, and returns equal bits."""
 
 import subprocess
 import sys
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, VocabShard, sample
 from tests.support.calls import each_method
+from tests.support.differential import assert_same
 from tests.support.ranks import groups
 
 BATCH, DRAFTS, VOCAB = 4, 3, 1100
@@ -22,10 +23,10 @@ def make(method: str, place, shard: VocabShard | None = None) -> RejectionSample
 
 
 class Compiled:
-    """A function that torch.compile compiles, and what is in its graphs."""
+    """A function compiled by torch.compile, and the names of the operations in its graphs."""
 
     def __init__(self, function: Callable, **options: bool) -> None:
-        torch._dynamo.reset()  # the code of a call is shared by all tests, and may only be compiled a few times
+        torch._dynamo.reset()  # all tests share the code of a call, and the compiler compiles one code only a few times
         self.compiled = torch.compile(function, backend=self.record, **options)
         self.operations: set[str] = set()
 
@@ -39,7 +40,7 @@ class Compiled:
 
 
 def inputs(place) -> dict[str, Tensor]:
-    """Rows and drafts, some of them accepted, with fewer drafts in one request."""
+    """Return rows and drafts, some accepted, some rejected; request 1 has one draft."""
     generator = torch.Generator().manual_seed(0)
     target = 3 * torch.randn(BATCH, DRAFTS + 1, VOCAB, generator=generator)
     draft = target[:, :DRAFTS] + torch.randn(BATCH, DRAFTS, VOCAB, generator=generator)
@@ -49,13 +50,8 @@ def inputs(place) -> dict[str, Tensor]:
     return {name: value.to(place[1]) for name, value in call.items()}
 
 
-def assert_same(got: Any, expected: Any) -> None:
-    for mine, other in zip(got, expected, strict=True):
-        assert mine is other or torch.equal(mine.nan_to_num(nan=7), other.nan_to_num(nan=7))
-
-
 @each_method
-def test_compiled_code_has_calls_as_they_are_between_its_graphs(place, method):
+def test_calls_run_uncompiled_between_the_graphs_of_compiled_code(place, method):
     sampler, call = make(method, place), inputs(place)
     starts = torch.arange(0, 17, 4, device=place[1])
 
@@ -70,18 +66,19 @@ def test_compiled_code_has_calls_as_they_are_between_its_graphs(place, method):
     for seeds in (5, torch.tensor([3, -(2**63), 2**63 - 1, 0], device=place[1])):
         expected = step(**call, seeds=seeds)
         assert_same(compiled(**call, seeds=seeds), expected)
-        assert 0 < int(expected[4].sum()) < int(expected[5].sum())
-    assert compiled.operations == {"flatten", "argmax", "mul", "add", "long", "truediv"}  # and nothing of the calls
+        num_accepted, num_drafts = expected[4], expected[5]  # fields of `output`, after the three of `drawn`
+        assert 0 < int(num_accepted.sum()) < int(num_drafts.sum())
+    assert compiled.operations == {"flatten", "argmax", "mul", "add", "long", "truediv"}  # the step's own
 
 
-def test_a_call_with_a_shard_is_made_as_it_is(place):
+def test_a_call_with_a_shard_runs_uncompiled(place):
     if place[1] != "cpu":
         pytest.skip("the group has no GPU")
     call, sampler = inputs(place), make("block", place, VocabShard(groups(1)[0], 0, VOCAB))
     assert_same(Compiled(lambda: sampler(**call, seeds=0))(), make("block", place)(**call, seeds=0))
 
 
-def test_calls_of_more_kinds_than_are_compiled_are_made_as_they_are(place):
+def test_calls_run_uncompiled_after_more_kinds_than_the_compiler_caches(place):
     sampler, call = make("probabilistic", place), inputs(place)
     kinds = [{"temperature": 0.5 + i / 10, "logprobs": "raw"} for i in range(10)]
     kinds += [{"top_k": 5 + i, "min_p": torch.full((BATCH,), 0.01 * i, device=place[1])} for i in range(10)]
@@ -98,7 +95,7 @@ def test_calls_of_more_kinds_than_are_compiled_are_made_as_they_are(place):
     assert compiled.operations == {"mul"}
 
 
-def test_compiled_calls_without_seeds_draw_those_of_a_call(place):
+def test_compiled_calls_without_seeds_draw_the_seeds_of_uncompiled_calls(place):
     even = torch.zeros(8, 1, 2048, device=place[1])  # two draws of 8 tokens agree with probability 2,048^-8
     no_drafts = torch.zeros(8, 0, dtype=torch.int64, device=place[1])
     sampler = make("strict", place)
@@ -128,11 +125,11 @@ def test_a_compiled_step_counts_its_acceptance(place):
     for first in (0, 50):
         seeds = torch.arange(first, first + BATCH, device=place[1])
         assert torch.equal(compiled(stats, seeds), step(expected, seeds))
-    assert stats.draft_tokens == 2 * 10
+    assert stats.draft_tokens == 2 * 10  # two steps; three requests have 3 drafts, one has 1
     assert str(stats) == str(expected)
 
 
-def test_errors_of_compiled_calls_are_those_of_a_call(place):
+def test_errors_of_compiled_calls_are_those_of_uncompiled_calls(place):
     call, sampler = inputs(place), make("block", place)
     compiled = Compiled(lambda seeds: sampler(**call, seeds=seeds).token_ids * 2)
     with pytest.raises(TypeError, match=r"^seeds: expected an int, .*, got float"):

@@ -11,7 +11,6 @@ from tests.support.calls import (
     INF,
     INT64,
     NAN,
-    assert_same,
     by_ratio,
     each_dtype,
     each_method,
@@ -21,6 +20,7 @@ from tests.support.calls import (
     plain_sample,
     rows,
 )
+from tests.support.differential import assert_same
 
 
 @each_method

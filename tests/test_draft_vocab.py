@@ -6,7 +6,7 @@ import torch
 from specdecode import RejectionSampler, Sampling
 from specdecode.eager.vocabulary import target_to_draft
 from tests.support.batches import verification_batch
-from tests.support.differential import like_a_device
+from tests.support.differential import assert_same, like_a_device
 from tests.support.enumeration import (
     Case,
     decode,
@@ -19,7 +19,6 @@ from tests.support.enumeration import (
 )
 from tests.support.exactness import EXACT
 from tests.support.exactness import METHODS as REFERENCE
-from tests.support.packing import assert_same
 
 CASES = {
     "history": Case(history(1, 4), history(2, 2), (2,), 3, draft_vocab_ids=(3, 1)),

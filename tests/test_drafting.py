@@ -12,7 +12,6 @@ from tests.support.calls import (
     INF,
     NAN,
     SAMPLING_NAMES,
-    assert_same,
     by_ratio,
     each_dtype,
     each_method,
@@ -22,6 +21,7 @@ from tests.support.calls import (
     plain_sample,
     rows,
 )
+from tests.support.differential import assert_same
 
 
 @each_dtype

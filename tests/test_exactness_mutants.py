@@ -1,6 +1,6 @@
 """The checks of the exactness tests fail on *mutants*: the reference with one piece of its source replaced by a mistake.
 
-They are mistakes that people make. A check that did not fail on its mutants would show nothing.
+The mistakes are ones that people make. A check that passed on its mutants would test nothing.
 """
 
 from collections.abc import Callable
@@ -118,7 +118,7 @@ def several_steps() -> None:
 
 
 def accepted_by_blocks() -> None:
-    """Only the number of accepted drafts: the output is exact without it, but it is the purpose of the method."""
+    """Check the number of accepted drafts alone: these mutants are exact, but accept fewer drafts."""
     for case in (CASES["history-V2-K3"], CASES["ragged-1-of-3"]):
         joint = distribution(lambda chance, case=case: decode(chance, case, verify_block, fresh_domains))
         assert_same_distribution(marginal(joint, lambda outcome: outcome[1][0]), accepted_distribution_of_blocks(case))
@@ -175,7 +175,7 @@ MUTANTS = [
     Mutant("stale ratio", B.verify, "residual_mass(ratios[i],", "residual_mass(ratios[i - 1],", block_formulas),
     Mutant("residual of the last ratio", B.verify, "residual(ratios[i], target_probs[i]",
            "residual(ratios[-1], target_probs[i]", block_formulas),
-    Mutant("the last length with a mass, too", B.verify, "<= ratios[length]:",
+    Mutant("accept the last draft by a residual mass, as drafts before it", B.verify, "<= ratios[length]:",
            "<= acceptance_probability(ratios[-1], residual_mass(ratios[-1], target_probs[-1], draft_probs[-1])):",
            block_formulas),
     Mutant("accept the complement", synthetic.verify, "uniform > rate", "uniform <= rate", synthetic_formulas),
@@ -243,7 +243,7 @@ MUTANTS = [
            "log_softmax(request.target_logits[len(request.drafts)])", warm),
     Mutant("temperature multiplied", sampling.log_softmax, "/ temperature", "* temperature", warm),
     # Drafters without logits.
-    Mutant("x left in the residual", oracle.verify_probabilistic, "np.exp(draft)))",
+    Mutant("the rejected draft left in the residual", oracle.verify_probabilistic, "np.exp(draft)))",
            "np.exp(draft) * (request.draft_logits is not None)))", deterministic),
     Mutant("uniform draft assumed", oracle.Request.draft, "point_mass(self.drafts[offset], self.vocab_size)",
            "np.full(self.vocab_size, -np.log(self.vocab_size))", deterministic),
@@ -251,7 +251,7 @@ MUTANTS = [
     Mutant("ratio q/p", B.running_ratio, "target_prob / draft_prob", "draft_prob / target_prob", block_formulas),
     Mutant("ratio not cut at 1", B.running_ratio, "min(1, before * target_prob / draft_prob)",
            "before * target_prob / draft_prob", block_formulas),
-    Mutant("ratio that forgets", B.running_ratio, "before * target_prob", "target_prob", block_formulas),
+    Mutant("ratio of the last draft alone", B.running_ratio, "before * target_prob", "target_prob", block_formulas),
     Mutant("residual mass |c p - q|", B.residual_mass, "np.maximum(0, ratio * target_probs - draft_probs)",
            "abs(ratio * target_probs - draft_probs)", block_formulas),
     Mutant("unscaled residual mass", B.residual_mass, "ratio * target_probs", "target_probs", block_formulas),
@@ -277,16 +277,16 @@ MUTANTS = [
     Mutant("unscaled residual", oracle.verify_block, "np.exp(min(0.0, log_ratios[accepted]))", "1.0", blocks),
     Mutant("unscaled residual mass", oracle.accepts_block, "residual_mass(ratio,", "residual_mass(1.0,", blocks),
     Mutant("ratio not cut at 1", oracle.verify_block, "min(0.0, log_ratios[-1]) +", "log_ratios[-1] +", blocks),
-    Mutant("ratio that forgets", oracle.verify_block, "min(0.0, log_ratios[-1]) +", "0.0 +", blocks),
+    Mutant("ratio of the last draft alone", oracle.verify_block, "min(0.0, log_ratios[-1]) +", "0.0 +", blocks),
     Mutant("mass of the row before", oracle.verify_block, "probs[i] if", "probs[i - 1] if", blocks),
     Mutant("residual of the row before", oracle.verify_block, "*probs[accepted])", "*probs[max(accepted - 1, 0)])",
            blocks),
-    Mutant("mass after the last draft, too", oracle.verify_block, "if i < length else None",
+    Mutant("a residual mass after the last draft", oracle.verify_block, "if i < length else None",
            "if i < length else probs[-1]",
            blocks),
-    Mutant("K of the padded width", oracle.verify_block, "probs[i] if i < length else None",
+    Mutant("padded width as K", oracle.verify_block, "probs[i] if i < length else None",
            "probs[min(i, length - 1)] if i < len(request.draft_logits) else None", ragged_blocks),
-    Mutant("K of the padded width, where a bonus token is due", oracle.verify_block, "if accepted == length:",
+    Mutant("padded width as K, in the test for the bonus token", oracle.verify_block, "if accepted == length:",
            "if accepted == len(request.draft_logits) or not probs or accepted == length and probs.append(probs[-1]):",
            ragged_blocks),
     Mutant("-1 skipped, later slots used", oracle.leading_drafts, "break", "continue", ragged_blocks),
@@ -298,7 +298,7 @@ MUTANTS = [
     Mutant("bonus row not scaled", oracle.verify_block, "request.target(length)",
            "log_softmax(request.target_logits[length])",
            warm_blocks),
-    Mutant("x left in the residual", oracle.verify_block, "*probs[accepted])",
+    Mutant("the rejected draft left in the residual", oracle.verify_block, "*probs[accepted])",
            "probs[accepted][0], probs[accepted][1] * (request.draft_logits is not None))", deterministic_blocks),
     # Blocks: the noise.
     Mutant("same accept noise at every position", oracle.verify_block, "request.log_uniform(i - 1, index=i - 1)",
@@ -313,7 +313,7 @@ MUTANTS = [
            RECOVER_BLOCK.replace("request.emit(accepted,",
            "[*request.drafts[:accepted], request.draw(accepted + 1,") + "]", blocks),
     # Blocks: margins.
-    Mutant("margin of what was cut", oracle.accepts_block, "abs(log_ratio - log_critical_ratio",
+    Mutant("margin of the ratio after it was cut at 1", oracle.accepts_block, "abs(log_ratio - log_critical_ratio",
            "abs(min(0.0, log_ratio) - log_critical_ratio", check_margins),
     Mutant("margin from the total mass alone", oracle.log_critical_ratio, "np.cumsum([0.0, *probs[order]])",
            "np.array([0.0, probs.sum()])", check_margins),

@@ -11,13 +11,13 @@ from tests.support.batches import row_batch, verification_batch
 from tests.support.calls import (
     NAN,
     SAMPLING_NAMES,
-    assert_same,
     by_ratio,
     each_method,
     ids,
     make,
     make_call,
 )
+from tests.support.differential import assert_same
 
 
 def last_dimension_first(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The afternoon of docs/learn: its checks distinguish skeletons from solutions, and the pages show the printed outputs."""
+"""The exercises of docs/learn: checks fail on skeletons and pass on solutions, and the pages show the printed outputs."""
 
 import contextlib
 import io
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="not in a checkout")
 
 @pytest.fixture(scope="module")
 def results():
-    """The result of each skeleton and solution of the script: whether it passed, and its accepted drafts."""
+    """Run the script; return (passed, mean accepted drafts) of each skeleton and solution, by title."""
     with contextlib.redirect_stdout(io.StringIO()):
         return runpy.run_path(str(SCRIPT))["results"]
 
@@ -34,13 +34,13 @@ def test_every_solution_passes(results):
 
 def test_every_skeleton_and_half_solution_fails(results):
     failed = {title: not passed for title, (passed, _) in results.items() if title.endswith(("skeleton", "half"))}
-    assert failed.pop("4. strict, skeleton") is False  # right and slow: the next test
+    assert failed.pop("4. strict, skeleton") is False  # exact, but it accepts few drafts: see the next test
     assert len(failed) == 10
     assert all(failed.values()), failed
-    assert not results["8. synthetic"][0]
+    assert not results["8. synthetic"][0]  # synthetic acceptance is not exact
 
 
-def test_the_drafts_that_a_method_accepts_tell_the_slow_skeleton_from_its_solution(results):
+def test_accepted_drafts_distinguish_the_slow_skeleton_from_its_solution(results):
     assert results["4. strict, skeleton"][1] < 0.5
     assert 1.2 < results["4. strict, solution"][1] < results["2. probabilistic, solution"][1]
     assert results["1. cautious, solution"][1] == 0
@@ -48,14 +48,14 @@ def test_the_drafts_that_a_method_accepts_tell_the_slow_skeleton_from_its_soluti
 
 
 def section(name: str) -> str:
-    """Return a part of the script that pages include."""
+    """Return a section of the script, which a page includes."""
     text = SCRIPT.read_text()
     return text.split(f"# --8<-- [start:{name}]\n")[1].split(f"# --8<-- [end:{name}]")[0]
 
 
 @pytest.mark.parametrize("page", ORDER)
-def test_what_a_page_shows_of_an_output_is_printed(page, tmp_path, monkeypatch, capsys):
-    """A reader's file has the head and the code of the page so far; the last command on the page is run."""
+def test_the_output_that_a_page_shows_is_printed(page, tmp_path, monkeypatch, capsys):
+    """A reader's file has the head and the page's code up to the output; the last command before the output is run."""
     monkeypatch.chdir(tmp_path)
     parts, command = ["head"], []
     for fence in fences(LEARN / f"{page}.md"):
@@ -85,7 +85,7 @@ def test_each_page_leads_to_the_next():
     assert nav[: len(ORDER)] == ORDER
 
 
-def test_the_home_pages_share_of_a_step_is_that_of_the_benchmarks_page():
+def test_the_home_page_and_the_benchmarks_page_give_the_same_share_of_a_step():
     pytest.importorskip("pymdownx")
     from docs._tools.benchmarks import benchmark_fence
 

@@ -7,9 +7,8 @@ import torch
 
 from specdecode import AcceptanceStats, RejectionSampler
 from tests.conftest import HAS_TRITON, ON_GPU
-from tests.support.differential import case
+from tests.support.differential import assert_same, case
 from tests.support.packing import (
-    assert_same,
     packed_rows,
     sampler_of,
     with_counts,

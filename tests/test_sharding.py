@@ -11,17 +11,18 @@ import torch
 from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdecode import Adjustments, RejectionSampler, Sampling, VocabShard, eager, sample
+from specdecode import Adjustments, RejectionSampler, Sampling, VocabShard, eager, sample, sharding
 from tests.conftest import HAS_TRITON
 from tests.support.calls import METHODS
-from tests.support.differential import case, like_a_device
+from tests.support.differential import assert_same, case, like_a_device
 from tests.support.packing import packed_rows
 from tests.support.ranks import Ranks, groups, made_once, on_ranks
-from tests.support.sharded_calls import columns, differences, random_call, sampler_of, verified
+from tests.support.sharded_calls import columns, random_call, sampler_of, verified
 
 NAN, INF = float("nan"), float("inf")
 EXAMPLE = Path(__file__).parent.parent / "docs" / "use" / "tensor_parallel.py"
-TWO, THREE = ([0, 1100, 2051], None), ([0, 300, 301, 900], [1, 2, 0])  # bounds; ranks in the order of the vocabulary
+# Bounds of the parts of the vocabulary, and the part that each rank holds; None: part r on rank r.
+TWO, THREE = ([0, 1100, 2051], None), ([0, 300, 301, 900], [1, 2, 0])
 EMPTY, EVEN = ([0, 7, 7, 2050, 3100], [0, 3, 1, 2]), ([0, 1024, 2048], None)
 
 
@@ -30,12 +31,8 @@ def ranks_of():
     return made_once()
 
 
-def assert_same(got: Any, expected: Any) -> None:
-    assert differences(got, expected) == [], (got, expected)
-
-
 def of_ranks(ranks: Ranks, method: str, call: dict, whole_drafts: bool = False) -> Any:
-    """Return the output of every rank, after checking that all are equal."""
+    """Return the output that all ranks return; fail if they differ."""
     first, *others = ranks.run(lambda shard: partial(verify, sampler_of(method, shard)), call, whole_drafts)
     for other in others:
         assert_same(other, first)
@@ -80,7 +77,8 @@ def test_the_random_calls_cover_every_option():
         "draft_vocab_ids",
     } <= given
     assert adjustments == set(Adjustments._fields)
-    assert {type(call["seeds"]) for call in calls} == {type(call["temperature"]) for call in calls} - {float} | {int}
+    assert {type(call["seeds"]) for call in calls} == {Tensor, int}
+    assert {type(call["temperature"]) for call in calls} == {Tensor, float}
 
 
 @pytest.mark.parametrize("bounds", [TWO, EMPTY], ids=str)
@@ -108,7 +106,7 @@ def test_one_rank_may_hold_all_tokens_and_draft_rows_may_be_whole_on_the_others(
 
 
 def test_each_rank_verifies_its_share_of_the_requests_and_reads_whole_rows():
-    """An equal share; no rank computes the work of another."""
+    """A share is ceil(requests / ranks); the last ranks have fewer requests, or none."""
     ranks, seen, verify_rows = Ranks(*THREE), [], eager.verify
 
     def noted(method: str, batch: Any, schedule: Any) -> Any:
@@ -125,7 +123,11 @@ def test_each_rank_verifies_its_share_of_the_requests_and_reads_whole_rows():
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of infinities in the interpreter
 def test_what_a_backend_refuses_is_refused_on_every_rank(ranks_of):
-    """Also where a rank has no request; and packed calls are not refused because of copies of their arguments."""
+    """A rank without requests refuses too.
+
+    The triton backend takes a `draft_sampling` whose temperature is the call's own tensor only. With a shard, packed calls
+    are padded first, by copies of their tensors; this must not look like another temperature.
+    """
     ranks, batch = ranks_of(*THREE), case(2, 1, 900, torch.float32)
     call = vars(batch) | {"top_k": 5, "draft_sampling": Sampling(batch.temperature.clone(), top_k=5)}
     errors = on_ranks(
@@ -157,11 +159,11 @@ class NoHostReads(TorchDispatchMode):
 
 
 def test_nothing_is_read_on_the_host(ranks_of, monkeypatch):
-    """After the first call, in which ranks exchange their bounds."""
+    """Calls after the first one, in which ranks exchange their bounds."""
     ranks = ranks_of(*THREE)
     calls = [random_call(seed, 900) for seed in range(12)]
     expected = [of_ranks(ranks, *call) for call in calls]
-    monkeypatch.setattr(Tensor, "tolist", None)  # this copies all requests at once
+    monkeypatch.setattr(Tensor, "tolist", None)  # no operation that the mode below would see
 
     def rank(index: int) -> list[Any]:
         mine = [(method, columns(call, *ranks.parts[index], 900)) for method, call in calls]
@@ -179,7 +181,7 @@ def test_nothing_is_read_on_the_host(ranks_of, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_captured_call_is_replayed_with_new_inputs(method):
-    """On one GPU, so with a group of one rank, which captures the same operations."""
+    """On one GPU, with a group of one rank, which captures the same operations as several ranks."""
     store = distributed.HashStore()
     distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:
@@ -202,7 +204,9 @@ def test_a_captured_call_is_replayed_with_new_inputs(method):
 
 def test_seeds_that_are_not_given_differ_from_call_to_call_and_agree_on_all_ranks(ranks_of):
     ranks, logits = ranks_of(*TWO), torch.zeros(64, 3, 2051)
-    logits[..., [5, 2000]] = 30.0  # each draft is accepted with probability 1/2, so other seeds accept others
+    logits[..., [5, 2000]] = (
+        30.0  # each draft is accepted with probability 1/2, so different seeds accept different drafts
+    )
     call = {"target_logits": logits, "draft_token_ids": torch.full((64, 2), 5)}
     first, second = (of_ranks(ranks, "probabilistic", call).token_ids for _ in range(2))
     assert not torch.equal(first, second)
@@ -229,13 +233,12 @@ def import_file(file: Path) -> Any:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_rows_that_a_method_reads_travel_once_to_one_rank_and_results_once_to_all(method):
+def test_each_row_is_sent_once_to_one_rank_and_results_once_to_all(method):
     ranks = Ranks([0, 1024, 3100])
     call = vars(case(3, 2, 3100, torch.bfloat16))
     of_ranks(ranks, method, call)  # the first call exchanges bounds
-    sent: list[int] = []
-    exchange, gather = distributed.all_to_all_single, "specdecode.sharding.all_gather"
-    from specdecode.sharding import all_gather
+    sent: list[int] = []  # bytes, on the first rank
+    exchange, gather = distributed.all_to_all_single, sharding.all_gather
 
     def counted(received: Tensor, *arguments: Any, group: Any, **options: Any) -> Any:
         sent.append(received.numel() * 2) if group.rank() == 0 else None
@@ -243,13 +246,17 @@ def test_rows_that_a_method_reads_travel_once_to_one_rank_and_results_once_to_al
 
     def counted_gather(tensor: Tensor, group: Any) -> Tensor:
         sent.append(tensor.numel() * tensor.element_size()) if group.rank() == 0 else None
-        return all_gather(tensor, group)
+        return gather(tensor, group)
 
-    with mock.patch.object(distributed, "all_to_all_single", counted), mock.patch(gather, counted_gather):
+    with (
+        mock.patch.object(distributed, "all_to_all_single", counted),
+        mock.patch.object(sharding, "all_gather", counted_gather),
+    ):
         of_ranks(ranks, method, call)
-    row, share = 3100 * 2, 2  # requests of the first rank
-    results = share * (3 * 8 + 3 * 4)
-    assert sent == [share * 3 * row, *([share * 2 * row] if method != "strict" else []), results]
+    row, share = 3100 * 2, 2  # bytes of a bfloat16 row; the first rank's requests
+    results = share * (3 * 8 + 3 * 4)  # three int64 tokens, and three fields of 4 bytes
+    target_rows, draft_rows = share * 3 * row, share * 2 * row
+    assert sent == [target_rows, *([draft_rows] if method != "strict" else []), results]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

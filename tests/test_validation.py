@@ -1,4 +1,4 @@
-"""Probabilities in place of logits are refused if requested: in every layout, and only these."""
+"""`validate="values"` refuses probabilities in place of logits, in every layout of a call, and no other values."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,13 +28,16 @@ def sampler_of(
     )
 
 
-def random_case(dtype: torch.dtype = torch.float32, vocab: int = 1100) -> Case:
+def random_case() -> Case:
     """Return three requests, with two drafts, one and none."""
-    return with_counts(replace(case(3, 2, vocab, torch.float32), draft_token_ids=torch.zeros(3, 2).long()), [2, 1, 0])
+    return with_counts(replace(case(3, 2, 1100, torch.float32), draft_token_ids=torch.zeros(3, 2).long()), [2, 1, 0])
 
 
 def with_probabilities(batch: Case, of: str, dtype: torch.dtype = torch.float32) -> Case:
-    """Return the batch with probabilities for the logits of one model in rows that matter, and NaN elsewhere."""
+    """Return the batch with probabilities in place of the logits `of` one model.
+
+    Unused rows of these logits are 7, and unused rows of the other model's are NaN.
+    """
     batch = replace(batch, target_logits=batch.target_logits.clone(), draft_logits=batch.draft_logits.clone())
     for request, count in enumerate([2, 1, 0]):
         batch.target_logits[request, count + 1 :] = NAN
@@ -43,12 +46,12 @@ def with_probabilities(batch: Case, of: str, dtype: torch.dtype = torch.float32)
     return replace(batch, **{of: probabilities.nan_to_num(nan=7).to(dtype)})
 
 
-def arguments(batch: Case, place: tuple[str, str] = ("auto", "cpu")) -> dict[str, Any]:
-    return {name: value.to(place[1]) for name, value in vars(batch).items()}
+def arguments(batch: Case, device: str = "cpu") -> dict[str, Any]:
+    return {**vars(batch.to(device))}
 
 
 def packed_arguments(batch: Case) -> dict[str, Any]:
-    """Return the arguments of a packed call; slots of no request hold invalid values."""
+    """Return the arguments of a packed call; unused slots hold invalid values."""
     slots = torch.tensor([4, 0, 2])
     names = ("draft_logits", "temperature", "seeds")
     return {
@@ -62,7 +65,7 @@ def packed_arguments(batch: Case) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_probabilities_are_refused_by_the_name_of_the_argument(place, method, dtype, of):
-    call = arguments(with_probabilities(random_case(), of, dtype), place)
+    call = arguments(with_probabilities(random_case(), of, dtype), place[1])
     count = {"target_logits": 6, "draft_logits": 3}[of]
     error = (
         rf"^{of}: expected raw logits, got probabilities: no number is negative, and each of {count} rows sums to 1 \("
@@ -75,15 +78,16 @@ def test_probabilities_are_refused_by_the_name_of_the_argument(place, method, dt
 
 
 @pytest.mark.parametrize("of", ["target_logits", "draft_logits"])
-def test_those_of_packed_calls_are_refused_whatever_is_in_rows_and_slots_of_nobody(of):
+def test_probabilities_in_packed_calls_are_refused_whatever_unused_rows_and_slots_hold(of):
     call = packed_arguments(with_probabilities(random_case(), of))
-    with pytest.raises(ValueError, match=f"^{of}: expected raw logits, got probabilities: .* each of [63] rows"):
+    count = {"target_logits": 6, "draft_logits": 3}[of]
+    with pytest.raises(ValueError, match=f"^{of}: expected raw logits, got probabilities: .* each of {count} rows"):
         sampler_of().packed(**call)
     sampler_of(validate=None).packed(**call)
     sampler_of().packed(**packed_arguments(random_case()))
 
 
-def test_those_of_a_drafters_rows_are_refused(place):
+def test_probabilities_in_draft_are_refused(place):
     logits = torch.randn(4, 1100, device=place[1])
     sampler = sampler_of(backend=place[0])
     assert torch.equal(
@@ -95,7 +99,7 @@ def test_those_of_a_drafters_rows_are_refused(place):
         sampler.draft(logits.softmax(1), seeds=0)
 
 
-def test_those_over_a_vocabulary_of_the_drafts_own_are_refused():
+def test_probabilities_over_the_drafts_own_vocabulary_are_refused():
     batch = random_case()
     call = arguments(batch) | {"draft_vocab_ids": torch.arange(0, 1100, 4)}
     short = batch.draft_logits[..., ::4]
@@ -105,8 +109,8 @@ def test_those_over_a_vocabulary_of_the_drafts_own_are_refused():
 
 
 @pytest.mark.parametrize("bounds", [[0, 1024, 1100], [0, 300, 300, 1100]], ids=str)
-def test_those_of_shards_are_refused_by_every_rank(bounds):
-    """The columns of no single rank sum to 1."""
+def test_probabilities_in_shards_are_refused_by_every_rank(bounds):
+    """Only the sums over all ranks are 1."""
     ranks = Ranks(bounds)
 
     def error_of(call: dict[str, Any], name: str) -> None:
@@ -132,8 +136,8 @@ def test_those_of_shards_are_refused_by_every_rank(bounds):
     ranks.run(lambda shard: sampler_of(backend="eager", shard=shard), arguments(batch))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own code
-def test_those_of_compiled_calls_are_refused():
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised in PyTorch
+def test_probabilities_in_compiled_calls_are_refused():
     torch._dynamo.reset()
     sampler, call = sampler_of(), arguments(random_case())
     verify = torch.compile(lambda call: sampler(**call).token_ids, backend="aot_eager")
@@ -147,8 +151,8 @@ def test_those_of_compiled_calls_are_refused():
         draft(rows.softmax(dim=1))
 
 
-def rows_that_are_none(probabilities: Tensor) -> dict[str, Tensor]:
-    """Return rows that are not probabilities, or not all of them."""
+def other_rows(probabilities: Tensor) -> dict[str, Tensor]:
+    """Return rows that are not probabilities, at least one in each tensor, by their kind."""
     one_negative = probabilities.clone()
     one_negative[1, 0, 5] = -1e-3
     one_nan = probabilities.clone()
@@ -166,11 +170,11 @@ def rows_that_are_none(probabilities: Tensor) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("kind", rows_that_are_none(torch.ones(2, 1, 9) / 9))
-def test_other_rows_give_what_they_give_without_the_check(place, kind):
+@pytest.mark.parametrize("kind", other_rows(torch.ones(2, 1, 9) / 9))
+def test_other_rows_give_the_same_tokens_as_without_the_check(place, kind):
     batch = random_case()
-    call = arguments(batch, place)
-    call["target_logits"] = rows_that_are_none(batch.target_logits.softmax(dim=2))[kind].to(place[1])
+    call = arguments(batch, place[1])
+    call["target_logits"] = other_rows(batch.target_logits.softmax(dim=2))[kind].to(place[1])
     checked, unchecked = (sampler_of(backend=place[0], validate=how)(**call) for how in ("values", None))
     assert all(torch.equal(one, other) for one, other in zip(checked[:4], unchecked[:4]))
 
@@ -193,7 +197,7 @@ def test_steps_without_rows_have_nothing_to_refuse(place):
         0,
         3,
     )
-    rows = torch.full((4, 9), 1 / 9, device=device)  # an unused row
+    rows = torch.full((4, 9), 1 / 9, device=device)  # probabilities, in rows of no request
     starts = torch.tensor([2, 2, 2], device=device)
     output = sampler.packed(rows, none.new_zeros(4), starts, num_draft_tokens=2)
     assert output.invalid.tolist() == [True, True]
@@ -201,7 +205,7 @@ def test_steps_without_rows_have_nothing_to_refuse(place):
 
 @pytest.mark.parametrize("call", ["verify", "draft", "packed"])
 def test_nothing_is_checked_unless_asked(call):
-    """No row is read, and the device is not waited for."""
+    """Then no row is read, and the host does not wait for the device."""
     batch = random_case()
     with mock.patch.object(validation, "refuse_probabilities") as refuse:
         for how, times in ((None, 0), ("values", 1)):

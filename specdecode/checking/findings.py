@@ -165,7 +165,7 @@ def loss(case: Case, models: Models, outcome: Outcome, allow: float) -> tuple[Fi
     """Measure the total variation that a lossy rule adds to a token: the mean over the rows of all emitted tokens.
 
     The estimate compares counts with expected counts. It is never negative, so it is above 0 for an exact verifier too.
-    The lower bound and the p-value are those of one event: the tokens that are too frequent in one half of the requests are
+    The lower bound and the p-value belong to one event: the tokens that are too frequent in one half of the requests are
     counted in the other half.
 
     Returns:

@@ -11,8 +11,8 @@ from tests.conftest import ON_GPU, combine
 from tests.contract.cases import METHODS, ORDINARY, on, run
 from tests.support.addresses import reads_and_writes_inside
 from tests.support.adjusted import adjusted_rows, adjustments_for, to
-from tests.support.differential import Case, case
-from tests.support.kernels import DEVICE, assert_same
+from tests.support.differential import Case, assert_same, case
+from tests.support.kernels import DEVICE
 from tests.support.oracle import assert_equals_oracle
 
 

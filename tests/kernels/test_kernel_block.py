@@ -12,11 +12,10 @@ from reference.philox import Domain, uniform
 from reference.sampling import log_softmax, point_mass
 from specdecode.kernels import block, plan, residual
 from tests.conftest import ON_GPU
-from tests.support.differential import FLOAT32_BAND, Case, assert_same_tokens, case
+from tests.support.differential import FLOAT32_BAND, Case, assert_same, assert_same_tokens, case
 from tests.support.kernels import (
     DEVICE,
     PlannedCall,
-    assert_same,
     expected,
     in_question,
     in_reverse,

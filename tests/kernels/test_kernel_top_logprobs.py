@@ -1,4 +1,4 @@
-"""Lists of likeliest tokens and kept sets need one more launch, and a warm-up compiles it."""
+"""Lists of likeliest tokens and of kept sets take one more launch, and a warm-up compiles it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ from tests.support.kernels import (
 
 
 def arguments_of(kind: str, batch: Case, of: str | None, options: Any, count: int, **more: Any) -> tuple:
-    """A kind of call that requests both lists."""
+    """Return the method, the batch and the schedule of a call that requests both lists."""
     method, plain, schedule = checked(kind, batch.to(DEVICE))
     numbers = plain.temperature, plain.seeds, plain.positions
     tensors = plain.target_logits, plain.draft_token_ids, plain.draft_logits, plain.draft_logsumexp, *numbers
@@ -31,22 +31,22 @@ def arguments_of(kind: str, batch: Case, of: str | None, options: Any, count: in
 
 
 def made_by(call: Callable[[], Any]) -> list:
-    """Return the launches of all steps, and the signature of each."""
+    """Return the kernel and the signature of each launch of a call, without running them."""
     with mock.patch.object(Plan, "run", autospec=True) as run:
         call()
     launches = [each for made in run.call_args_list for each in made.args[0].launches]
     return [(each.kernel, Signature(each.kernel.arg_names, each.bundles).key()) for each in launches]
 
 
-def launches_of(batch: tuple, **way: bool) -> list:
-    """Return the launches of a call."""
-    return made_by(lambda: kernels.verify(*batch, **way))
+def launches_of(arguments: tuple, **way: bool) -> list:
+    """Return the kernel and the signature of each launch of a verification."""
+    return made_by(lambda: kernels.verify(*arguments, **way))
 
 
 @pytest.mark.parametrize("way", [FEW, LARGE])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}], ids=["whole", "truncated"])
 @pytest.mark.parametrize("kind", ["strict", "probabilistic", "block"])
-def test_lists_take_one_launch_more_and_change_no_other(kind, options, way):
+def test_lists_take_one_more_launch_and_change_no_other(kind, options, way):
     method, asked, schedule = arguments_of(kind, case(2, 2, 1040, torch.bfloat16), "raw", options, 5)
     *steps, last = launches_of((method, asked, schedule), **way)
     assert launches_of((method, asked._replace(top_logprobs=0, kept_sets=False), schedule), **way) == steps
@@ -58,7 +58,7 @@ def test_lists_take_one_launch_more_and_change_no_other(kind, options, way):
     assert len({likeliest[-1], kept[-1], last}) == 3
 
 
-def test_a_warmup_compiles_what_calls_that_list_take():
+def test_a_warmup_compiles_the_launches_of_calls_with_lists():
     sampler, batch = RejectionSampler("probabilistic", backend="triton"), case(2, 2, 1040, torch.bfloat16).to(DEVICE)
     rows = batch.target_logits, batch.draft_token_ids, batch.draft_logits
     for asked in ({"kept_sets": True}, {"logprobs": "raw", "top_logprobs": 3}):

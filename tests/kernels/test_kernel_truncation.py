@@ -28,10 +28,9 @@ from tests.contract.cases import ORDINARY, on, run
 from tests.support import distributions
 from tests.support.addresses import reads_and_writes_inside
 from tests.support.batches import row_batch, verification_batch
-from tests.support.differential import FLOAT32_BAND, Case, case
+from tests.support.differential import FLOAT32_BAND, Case, assert_same, case
 from tests.support.kernels import (
     DEVICE,
-    assert_same,
     in_reverse,
     needs_gpu,
     needs_interpreter,

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.differential import case
+from tests.support.differential import assert_same, case
 from tests.support.kernels import (
     DEVICE,
-    assert_same,
     needs_gpu,
     verify,
 )

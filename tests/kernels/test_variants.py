@@ -13,7 +13,7 @@ from specdecode.kernels.rows import SMALLEST
 from specdecode.noise import SELECT
 from tests.conftest import ON_GPU
 from tests.support.batches import row_batch
-from tests.support.differential import FLOAT32_BAND, assert_same_tokens, case
+from tests.support.differential import FLOAT32_BAND, assert_same, assert_same_tokens, case
 from tests.support.kernels import (
     DEVICE,
     FEW,
@@ -21,7 +21,6 @@ from tests.support.kernels import (
     KINDS,
     LARGE,
     MANY,
-    assert_same,
     expected,
     planned_with,
     small,

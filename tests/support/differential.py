@@ -3,6 +3,7 @@
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,14 @@ def case(batch: int, drafts: int, vocab: int, dtype: torch.dtype, *, greedy: flo
     seeds = torch.randint(limits.min, limits.max, (batch,), generator=generator)
     positions = torch.randint(0, 2**40, (batch,), generator=generator)
     return Case(target.to(dtype), token_ids, draft.to(dtype), temperature, seeds, positions)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Assert that two outputs, or tuples of tensors, are equal bit for bit; a NaN is equal to itself."""
+    names = getattr(one, "_fields", range(len(one)))
+    for name, got, want in zip(names, one, other, strict=True):
+        if got is not want:  # absent fields are None
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=str(name))
 
 
 def assert_same_tokens(token_ids: Tensor, outcomes: list[Outcome], band: float) -> None:

@@ -11,10 +11,11 @@ from specdecode import RejectionSampler, Sampling, sample
 
 REQUESTS = 200_000
 FALSE_ALARM = 1e-6
-"""Each chi-square rejects a right distribution once in a million runs; seeds are fixed, so results do not change.
+"""The probability that a chi-square test rejects a right distribution; seeds are fixed, so results do not change.
 
-With 200,000 requests it finds errors of total variation 0.009, 0.010 and 0.013 at 2, 7 and 63 degrees of freedom 999
-times in 1,000: N = lambda / (4 TV^2), lambda = 68, 82, 142.
+With N = 200,000 requests a test rejects with probability 0.999 an error of total variation TV = 0.009, 0.010 and 0.013 at
+2, 7 and 63 degrees of freedom: TV^2 = lambda / (4 N), where lambda = 68, 82 and 142 is the noncentrality that the
+noncentral chi-square distribution needs for this probability.
 """
 
 
@@ -54,23 +55,25 @@ def run(
     truncation: Mapping[str, float],
     draft_truncation: Mapping[str, float] | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Verify one step of many requests with different seeds; sample the rest of the K + 1 tokens from the target alone.
+    """Verify one step of REQUESTS requests with different seeds; `sample` draws the rest of K + 1 tokens from the target.
 
-    Drafts come from `sampler.draft`, truncated by `draft_truncation` (None: as the target is). Returns the tokens,
-    [requests, K + 1], and the number of accepted drafts.
+    Drafts come from `sampler.draft`, truncated by `draft_truncation`; None: by `truncation`, as the target.
+
+    Returns:
+        The tokens, [REQUESTS, K + 1], and the numbers of accepted drafts, [REQUESTS].
     """
     seeds = torch.arange(REQUESTS, device=device)
     target, draft = (
         [torch.tensor(rows, dtype=torch.float32, device=device) for rows in side]
         for side in (model.target, model.draft)
     )
-    prefix = torch.zeros_like(seeds)
+    prefix = torch.zeros_like(seeds)  # the tokens so far as digits in base `vocab`: an index of rows
     target_logits, draft_logits, token_ids = [target[0][prefix]], [], []
     for offset in range(model.num_draft_tokens):
         draft_logits.append(draft[offset][prefix])
         where = {"seeds": seeds, "positions": torch.full_like(seeds, offset), "offset": offset}
-        of_drafts = truncation if draft_truncation is None else draft_truncation
-        token_ids.append(sampler.draft(draft_logits[-1], temperature, **where, **of_drafts).token_ids)
+        limits = truncation if draft_truncation is None else draft_truncation
+        token_ids.append(sampler.draft(draft_logits[-1], temperature, **where, **limits).token_ids)
         prefix = prefix * model.vocab + token_ids[-1]
         target_logits.append(target[offset + 1][prefix])
     output = sampler(
@@ -91,7 +94,7 @@ def run(
 
 
 def joint_distribution(model: Tables, temperature: float = 1.0) -> np.ndarray:
-    """Return the target's probability of every sequence of K + 1 tokens, by its code in base `vocab`."""
+    """Return the target's probability of every sequence of K + 1 tokens, [vocab^(K + 1)]; tokens are digits of the index."""
     distribution = np.ones(1)
     for rows in model.target:
         distribution = (distribution[:, None] * softmax(rows / temperature)).reshape(-1)
@@ -101,7 +104,7 @@ def joint_distribution(model: Tables, temperature: float = 1.0) -> np.ndarray:
 def accepted_distribution(
     model: Tables, accepted_draft: Callable[[np.ndarray, np.ndarray], np.ndarray], temperature: float = 1.0
 ) -> np.ndarray:
-    """Return P(num_accepted = n); `accepted_draft(p, q)[j]` is the probability that the draft is j and is accepted."""
+    """Return P(num_accepted = n), [K + 1]; `accepted_draft(p, q)[v]` is P(token v is drafted and accepted)."""
     reached, at_least = np.ones(1), [1.0]
     for target, draft in zip(model.target[:-1], model.draft):
         joint = [accepted_draft(p, q) for p, q in zip(softmax(target / temperature), softmax(draft / temperature))]
@@ -111,7 +114,7 @@ def accepted_distribution(
 
 
 def accepted_distribution_of_blocks(model: Tables, temperature: float = 1.0) -> np.ndarray:
-    """Return P(num_accepted = n) of block verification.
+    """Return P(num_accepted = n) of block verification, [K + 1].
 
     A block x of i drafts is drafted, and i drafts or more are accepted, with probability Q(x) c_i(x), where Q(x) is the
     probability that it is drafted and c_i the running ratio.
@@ -125,12 +128,13 @@ def accepted_distribution_of_blocks(model: Tables, temperature: float = 1.0) -> 
 
 
 def counts_of_tokens(model: Tables, tokens: np.ndarray) -> np.ndarray:
+    """Return the counts of sequences, [vocab^(K + 1)], in the order of `joint_distribution`."""
     powers = model.vocab ** np.arange(model.num_draft_tokens, -1, -1)
     return np.bincount(tokens @ powers, minlength=model.vocab ** (model.num_draft_tokens + 1))
 
 
 def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
-    """Return the p-value of Pearson's chi-square. Cells that expect fewer than 5 are pooled, impossible ones must be 0."""
+    """Return the p-value of Pearson's chi-square test; raise if an impossible cell has counts. Cells below 5 are pooled."""
     assert counts[distribution == 0].sum() == 0
     expected = distribution * counts.sum()
     rare = expected < 5

@@ -1,4 +1,4 @@
-"""Cases small enough to enumerate, the reference's methods, and the promised acceptance of each."""
+"""Cases small enough to enumerate, the reference's methods, and the exact acceptance of each."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -21,7 +21,7 @@ from tests.support.enumeration import (
 )
 
 EXACT = 1e-12
-"""The largest difference between distributions in float64 and in fractions; the largest seen is about 3e-16."""
+"""Two distributions, in float64 and in fractions, are the same up to this total variation; the largest seen is 3e-16."""
 
 CASES = {
     "iid-V3-K2": Case(iid(1, 2, 3), iid(3, 1, 1), (2,), 3),
@@ -47,27 +47,30 @@ CASES = {
 }
 
 
-# --- Verification methods, and the promised acceptance of each ---------------------------------------------------------
+# --- Verification methods, and the exact acceptance of each -----------------------------------------------------------
 
 
 class Method(NamedTuple):
-    """A method of the oracle, the noise of its drafts, and the promised acceptance."""
+    """A method of the oracle, the noise domains of its drafts, and its exact acceptance."""
 
     verify: Callable
     domains: Domains
     accepted_distribution: Callable[[Case], dict]
-    """The distribution of the number of drafts that the first step accepts."""
+    """Returns the distribution of the number of drafts that the first step accepts."""
 
 
 def overlap(target_row: list, draft_row: list) -> list:
+    """Return min(p, q) of each token: P(it is drafted and accepted) with draft logits."""
     return [min(p, q) for p, q in zip(target_row, draft_row)]
 
 
 def agreement(target_row: list, draft_row: list) -> list:
+    """Return p q of each token: P(it is drafted and accepted) with independent noise."""
     return [p * q for p, q in zip(target_row, draft_row)]
 
 
 def coupled(target_row: list, draft_row: list) -> list:
+    """Return P(both rows select the token) of each token, with shared noise."""
     joint = shared_selection(target_row, draft_row)
     return [joint[token][token] for token in range(len(target_row))]
 
@@ -75,7 +78,7 @@ def coupled(target_row: list, draft_row: list) -> list:
 def accepted_distribution(case: Case, accepted_draft: Callable) -> dict[int, Fraction]:
     """Return the distribution of the number of accepted drafts.
 
-    `accepted_draft` takes a target and a draft row, and returns for each token: P(it is drafted and accepted).
+    `accepted_draft(p, q)[v]` is P(token v is drafted and accepted) for a target and a draft row.
     """
     reached, at_least = {(): Fraction(1)}, [Fraction(1)]
     for _ in range(case.drafts[0]):
@@ -85,11 +88,16 @@ def accepted_distribution(case: Case, accepted_draft: Callable) -> dict[int, Fra
             for token, share in enumerate(accepted_draft(case.target(prefix), case.draft(prefix)))
         }
         at_least.append(sum(reached.values()))
+    return differences(at_least)
+
+
+def differences(at_least: list[Fraction]) -> dict[int, Fraction]:
+    """Return P(N = n) of each n, from P(N >= n)."""
     return {n: here - after for n, (here, after) in enumerate(zip(at_least, [*at_least[1:], 0]))}
 
 
 def accepted_blocks(case: Case) -> list[dict]:
-    """Return, for each length i and each block of i drafts: P(it is drafted, and i drafts or more are accepted).
+    """Return P(the block x is drafted, and i drafts or more are accepted) for each length i and block x of i drafts.
 
     It is Q(x) c_i(x), where Q(x) is the probability that the block x is drafted and c_i the running ratio. By
     c_{i+1} = min(1, c_i p(v) / q(v)), the block followed by the token v has the probability min(Q q(v), Q c_i p(v)).
@@ -106,8 +114,8 @@ def accepted_blocks(case: Case) -> list[dict]:
 
 
 def accepted_distribution_of_blocks(case: Case) -> dict[int, Fraction]:
-    at_least = [sum(blocks.values()) for blocks in accepted_blocks(case)]
-    return {n: here - after for n, (here, after) in enumerate(zip(at_least, [*at_least[1:], 0]))}
+    """Return the distribution of the number of accepted drafts of block verification."""
+    return differences([sum(blocks.values()) for blocks in accepted_blocks(case)])
 
 
 def verify_probabilistic(target_logits, draft_token_ids, draft_logits, **keywords):
@@ -136,7 +144,7 @@ def verify_strict(target_logits, draft_token_ids, draft_logits, **keywords):
 
 METHODS = {
     "probabilistic": Method(verify_probabilistic, philox.DRAFT, partial(accepted_distribution, accepted_draft=overlap)),
-    # Treating the draft as certain is exact for every drafter. The draft is then accepted as often as by strict.
+    # Without draft logits q is a point mass at the draft, which is exact for every drafter. A draft v is accepted with p(v).
     "no-draft-logits": Method(
         verify_without_draft_logits, philox.DRAFT, partial(accepted_distribution, accepted_draft=agreement)
     ),
@@ -148,8 +156,8 @@ METHODS = {
     "strict-shared-noise": Method(verify_strict, philox.SELECT, partial(accepted_distribution, accepted_draft=coupled)),
 }
 
-BEYOND = {("strict-shared-noise", "steps-history")}
-"""Three different selections from the same Gumbel numbers: the enumeration raises, because it handles two."""
+NOT_ENUMERABLE = {("strict-shared-noise", "steps-history")}
+"""Cases with three selections from the same Gumbel numbers: the enumeration handles two, and raises."""
 
 
 def assert_same_distribution(got: dict, expected: dict) -> None:

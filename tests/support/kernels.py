@@ -94,12 +94,6 @@ def expected(kind: str, batch: Case) -> list:
     return outcomes
 
 
-def assert_same(one: Any, other: Any) -> None:
-    for name, got, want in zip(one._fields, one, other):
-        if got is not want:  # absent fields are None
-            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=name)
-
-
 @contextmanager
 def memory_of(value: float) -> Iterator[None]:
     """Fill the workspace of calls with a float32 number, except the part that starts as zeros.

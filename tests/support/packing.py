@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode import AcceptanceSchedule, RejectionSampler, SamplerOutput, Sampling
+from specdecode import AcceptanceSchedule, RejectionSampler, Sampling
 from tests.support.differential import Case
 
 NAN = float("nan")
@@ -67,9 +67,3 @@ def in_slots(value: Any, slots: Tensor, num_slots: int) -> Any:
 
 def sampler_of(method: str, backend: str = "eager") -> RejectionSampler:
     return RejectionSampler(method, backend=backend, schedule=SCHEDULE if method == "synthetic" else None)
-
-
-def assert_same(one: SamplerOutput, other: SamplerOutput) -> None:
-    for name, got, want in zip(one._fields, one, other):
-        if got is not want:  # absent fields are None
-            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=name)
