@@ -71,12 +71,12 @@ class AcceptanceSchedule:
         for name, number in (("base_rate", self.base_rate), ("decay", self.decay)):
             if isinstance(number, bool) or not isinstance(number, Real):
                 raise TypeError(
-                    f"{name}: expected a float (give both base_rate and decay, or neither), got {shown(number)}"
+                    f"{name}: expected a float, since base_rate and decay are given together, got {shown(number)}"
                 )
         rates = _joint_rates(cast(float, self.base_rate), cast(float, self.decay), len(self.joint_rates))
         if not all(math.isclose(*each, rel_tol=1e-9, abs_tol=1e-12) for each in zip(rates, self.joint_rates)):
             got = f"{shown(self.base_rate)} and {shown(self.decay)}"
-            raise ValueError(f"base_rate: expected a base_rate and decay that give the joint_rates, got {got}")
+            raise ValueError(f"base_rate: expected, together with decay, to give the joint_rates, got {got}")
 
     @classmethod
     def from_mean_rate(
