@@ -14,7 +14,7 @@ complete by then, and the program of the first rejected row writes everything wi
 writes. If the bits are not complete, this program writes its token early, sets the EARLY bit and exits, and the programs
 that complete the bits write the rest. (Always writing early was 2 to 8 % slower for 1 to 32 requests of `probabilistic`.)
 Log-probabilities of accepted drafts are written before the bits are added and published with them, because the program
-that finishes replaces the ones after the first rejected row by NaN.
+that finishes sets those after the first rejected row to NaN.
 """
 
 import triton
@@ -151,5 +151,7 @@ def writes_output(state_ptr, context, bits, sizes, IS_DRAWN: tl.constexpr):
         if finishes:
             finishes = first_row(bits, REJECTED_BITS) == context.offset
             if bits >= EARLY:
-                finishes = tl.atomic_or(bits_at(state_ptr, context.request), 0, sem="acquire") > 0
+                finishes = (
+                    tl.atomic_or(bits_at(state_ptr, context.request), 0, sem="acquire") > 0
+                )  # true: acquires others' writes
     return finishes
