@@ -151,7 +151,6 @@ def writes_output(state_ptr, context, bits, sizes, IS_DRAWN: tl.constexpr):
         if finishes:
             finishes = first_row(bits, REJECTED_BITS) == context.offset
             if bits >= EARLY:
-                finishes = (
-                    tl.atomic_or(bits_at(state_ptr, context.request), 0, sem="acquire") > 0
-                )  # true: acquires others' writes
+                # Always true: it acquires what the other programs have written.
+                finishes = tl.atomic_or(bits_at(state_ptr, context.request), 0, sem="acquire") > 0
     return finishes
