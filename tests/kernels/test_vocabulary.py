@@ -113,7 +113,7 @@ def test_places_are_those_of_the_first_ids(dtype):
     run(plan.launches[:1], {**tensors, **parts}, others, plan)
     want = target_to_draft(ids, vocab)
     assert 0 < (want < 0).sum() < vocab
-    assert torch.equal(parts["draft_ids"], want.where(want >= 0, NO_ID.value).int())
+    assert torch.equal(parts["draft_id_of_token"], want.where(want >= 0, NO_ID.value).int())
 
 
 def test_the_width_of_draft_rows_is_part_of_what_a_plan_is_found_by():
