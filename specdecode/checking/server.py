@@ -254,14 +254,14 @@ def check_server(
     """Compare the tokens that a running server samples with the log-probabilities that it reports.
 
     Args:
-        url: of a server with OpenAI's `/v1/completions`, such as http://127.0.0.1:8000.
-        model: its name there.
-        against: the URL of another server of the model, such as one without speculation: both must give equal texts.
-        samples: continuations of eight tokens, rounded up to 16 of each prompt. A third of them is enough if the check
-            `bets`, a sequential test, fails by then.
-        prompts: texts, whose beginnings are continued, or lists of ids. Every third has temperature 0.6.
-        top_logprobs: log-probabilities to ask for; most servers allow 20.
-        timeout: seconds for a request.
+        url: the address of a server with OpenAI's `/v1/completions`, such as http://127.0.0.1:8000.
+        model: the model's name on the server.
+        against: the address of another server of the model, such as one without speculation: both must give equal texts.
+        samples: the number of continuations of eight tokens, rounded up to a multiple of 16 for each prompt. A third of them
+            is enough if the check `bets`, a sequential test, fails by then.
+        prompts: texts, whose beginnings are continued, or lists of token ids. Every third is continued at temperature 0.6.
+        top_logprobs: the number of log-probabilities to ask for with each token; most servers allow 20.
+        timeout: the longest time to wait for an answer, in seconds.
         api_key: sent as a bearer token.
         progress: whether to show progress on standard error; None: if it is a terminal.
 

@@ -89,7 +89,7 @@ class TokenSampling:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.needs = np.zeros(len(self.needs_logits_processing), dtype=np.uint8)
+        self.needs = np.zeros(len(self.needs_logits_processing), dtype=np.uint8)  # of the request in each slot
         config = kwargs.get("vllm_config", args[0] if args else None)
         self.shards_batches = bool(
             getattr(getattr(config, "parallel_config", None), "enable_batch_sharded_sampling", False)
@@ -134,6 +134,7 @@ class TokenSampling:
         adjusts = masks = restores = False
         if known is not None:
             adjusts, masks, restores = known.add_request(req_idx, sampling_params)
+        # A minimum length gives way to a grammar that allows only stop tokens: vLLM applies both if masks are not read here.
         others = bool(self.needs_logits_processing[req_idx]) or (restores and not self.reads_grammars)
         needs = PROCESSORS * others | ADJUSTS * adjusts | MASKS * masks
         self.needs_logits_processing[req_idx] = states.add_request(req_idx, sampling_params) or needs > 0
@@ -199,7 +200,10 @@ class TokenSampling:
         return {name: getattr(values, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
     def of_processed(self) -> dict[str, Any]:
-        """Return the sampling arguments for logits that vLLM has divided by the temperature and truncated."""
+        """Return the sampling arguments for logits that vLLM has divided by the temperature and truncated.
+
+        The temperature is then 1, or 0 for greedy requests.
+        """
         return {"temperature": (self.slot_values().temperature != 0).to(torch.float32)}
 
     def adjusted(self, needs: int, step: StepInputs) -> dict[str, Any]:
@@ -220,6 +224,7 @@ class TokenSampling:
         kept = [{"kept_sets": True}] if self.return_sampling_mask else []
         if self.logprobs_mode != LISTED_MODE:
             return kept
+        # The kernels for one likeliest token serve any number of them.
         logprobs: list[dict[str, Any]] = [{"logprobs": "processed", "top_logprobs": count} for count in (0, 1)]
         return [*logprobs, *kept, *[one | more for one in logprobs for more in kept]]
 
@@ -323,7 +328,7 @@ def why_not_by_kernels(verifier: RejectionSampler, call: dict[str, Any]) -> str 
 
 
 def few_with_processors(step: StepInputs, needs: np.ndarray, starts: np.ndarray | None) -> Requests | None:
-    """Return the requests of a step that need vLLM's copy of logits; None if they are none, or more than `MOST_SPLIT`.
+    """Return the requests of a step that need vLLM's copy of logits; None if no request does, or more than `MOST_SPLIT`.
 
     Args:
         step: the step.
