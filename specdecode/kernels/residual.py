@@ -116,6 +116,7 @@ def load_queued_residual(index, workspace, sizes):
     """Return the request and the offset of a queued residual."""
     fields_ptr = workspace.queue_ptr + index * QUEUE_FIELDS
     request_index, row, slot = tl.load(fields_ptr), tl.load(fields_ptr + 1), tl.load(fields_ptr + 2)
+    # An upper bound of the number of drafts is enough: only drafts that exist are queued.
     request = RequestIndex(request_index, row, slot, sizes.num_draft_tokens, sizes.vocab_size)
     return request, tl.load(fields_ptr + 3).to(tl.int32)
 
