@@ -26,7 +26,7 @@ FIRST_REJECTED, EMPTY, FIELDS = (tl.constexpr(field) for field in range(3))
 SURELY_ACCEPTED = tl.constexpr(-1)
 """A request's state: its first rejected row and its first empty row. After the states of all requests come one counter per
 row (programs finished, or SURELY_ACCEPTED) and, for rows that are truncated after first rejections were published, the row
-bits of each request. Block verification keeps one number instead, see `residual.NUM_LISTED`."""
+bits of each request. Block verification keeps one number instead, see `residual.NUM_QUEUED`."""
 
 MOST_ROWS = 28
 COUNT_BITS, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
