@@ -9,7 +9,7 @@ The other modules use distributions p and q. A model returns logits instead, and
   softmax then gives the truncated distribution.
 - *Logarithms*: probabilities are kept as logarithms, because p(x) and q(x) can round to 0 where their ratio is still an
   ordinary number.
-- *Margins*: every decision has a margin, its distance from the opposite decision in nats (units of the natural
+- *Margins*: every decision has a margin, its distance from the next best decision in nats (units of the natural
   logarithm).
 """
 
@@ -38,13 +38,13 @@ class Sampling(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The result of a decision, and its margin."""
+    """A decision and its margin."""
 
     index: int
     """A token, a number of kept tokens, or an accept decision: 1 (accept) or 0 (reject)."""
 
     margin: float
-    """The distance of the decision from the next best one, in nats."""
+    """The distance from the next best decision, in nats."""
 
 
 def without_nan(logits):
@@ -64,7 +64,7 @@ def is_invalid(logits) -> bool:
 
 
 def log(probs):
-    """Return the logarithms, -inf of 0."""
+    """Return the logarithms of probabilities; the logarithm of 0 is -inf."""
     with np.errstate(divide="ignore"):
         return np.log(probs)
 
@@ -94,13 +94,13 @@ def log_softmax(logits, temperature: float = 1.0):
     return scaled - np.log(np.exp(scaled).sum())
 
 
-def num_kept(logprobs, sampling: Sampling) -> Choice:
-    """Return the number of kept tokens, given the log-probabilities in the order of truncation.
+def choose_num_kept(logprobs, sampling: Sampling) -> Choice:
+    """Return the number of kept tokens as a `Choice`, given the log-probabilities in the order of truncation.
 
-    Only the comparisons of min_p and top_p round. The margin is the smallest margin of these comparisons.
+    The margin is the smallest margin of the comparisons of min_p and top_p; top_k is an exact comparison of integers.
 
     >>> logprobs = np.log([0.4, 0.3, 0.2, 0.1])
-    >>> num_kept(logprobs, Sampling(min_p=0.5)).index, num_kept(logprobs, Sampling(top_k=3, top_p=0.75)).index
+    >>> choose_num_kept(logprobs, Sampling(min_p=0.5)).index, choose_num_kept(logprobs, Sampling(top_k=3, top_p=0.75)).index
     (3, 2)
     """
     count, margin = int(np.isfinite(logprobs).sum()), np.inf
@@ -112,14 +112,14 @@ def num_kept(logprobs, sampling: Sampling) -> Choice:
     if sampling.top_p < 1:
         probs = np.exp(logprobs[:count])
         before = np.cumsum(probs) - probs
-        slack = np.log(sampling.top_p * probs.sum()) - np.log(before[1:])  # the first is always kept
+        slack = np.log(sampling.top_p * probs.sum()) - np.log(before[1:])  # the first token is always kept
         count = 1 + int((slack > 0).sum())
         margin = min(margin, float(np.abs(slack).min(initial=np.inf)))
     return Choice(count, margin)
 
 
 def truncate(logits, sampling: Sampling):
-    """Return the logits, with -inf for excluded tokens, and the margin of that decision.
+    """Return the logits with -inf for excluded tokens, and the margin of the truncation.
 
     >>> truncate(np.log([0.1, 0.4, 0.2, 0.3]), Sampling(top_p=0.65))[0].round(3).tolist()
     [-inf, -0.916, -inf, -1.204]
@@ -130,23 +130,24 @@ def truncate(logits, sampling: Sampling):
     if sampling.temperature == 0 or sampling[1:] == Sampling()[1:]:
         return logits, np.inf
     order = token_order(without_nan(logits))
-    kept = num_kept(log_softmax(logits, sampling.temperature)[order], sampling)
+    kept = choose_num_kept(log_softmax(logits, sampling.temperature)[order], sampling)
     logits[order[kept.index :]] = -np.inf
     return logits, kept.margin
 
 
 def cutoff(logits, sampling: Sampling) -> int:
-    """Return the last kept token.
+    """Return the least likely kept token; of equal logits, the highest id.
 
     >>> cutoff(np.log([0.1, 0.4, 0.2, 0.3]), Sampling(top_k=3))
     2
     """
     order = token_order(without_nan(logits))
-    return int(order[num_kept(log_softmax(logits, sampling.temperature)[order], sampling).index - 1])
+    kept = choose_num_kept(log_softmax(logits, sampling.temperature)[order], sampling)
+    return int(order[kept.index - 1])
 
 
 def spread(draft_logits, draft_vocab_ids, vocab_size: int):
-    """Return a row over the draft's own vocabulary as a row over the target's tokens; -inf for tokens that the draft lacks.
+    """Return a row over the draft's own vocabulary as a row over the target's tokens, with -inf for tokens not in it.
 
     Draft id i is the target's token draft_vocab_ids[i]. A row is truncated before it is spread.
 
@@ -159,7 +160,7 @@ def spread(draft_logits, draft_vocab_ids, vocab_size: int):
 
 
 def lead(scores) -> float:
-    """Return the largest score minus the next one.
+    """Return the largest score minus the second largest; infinity if no second score is finite.
 
     >>> lead(np.array([1.0, 4.0, 2.5])), lead(np.array([4.0, -np.inf]))
     (1.5, inf)
@@ -170,7 +171,7 @@ def lead(scores) -> float:
 
 
 class TokenGumbels:
-    """The Gumbel numbers of tokens, computed on access: only the selected block needs them."""
+    """The Gumbel numbers of tokens, computed on access because only the selected block needs them."""
 
     def __init__(self, seed: int, position: int, domain: int) -> None:
         self.seed, self.position, self.domain = seed, position, domain

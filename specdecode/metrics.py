@@ -69,7 +69,7 @@ class AcceptanceStats:
         device: where the counters are. None means on the device of the first output; the first update then makes them.
             Give a device if the first update is captured in a CUDA graph: the counters must exist before the capture.
         per_request: whether to count each request by itself, for `records`. Then the first update makes the counters, for as
-            many requests as its output has.
+            many requests as its output has: `device` must be None, and the first update cannot be captured in a CUDA graph.
 
     Raises:
         TypeError: `num_draft_tokens` is not an int.
@@ -163,7 +163,7 @@ class AcceptanceStats:
             (3.0, 3, 5)
         """
         if not isinstance(output, SamplerOutput | TreeOutput):
-            raise TypeError(f"output: expected a SamplerOutput, got {type(output).__name__}")
+            raise TypeError(f"output: expected a SamplerOutput or TreeOutput, got {type(output).__name__}")
         width = output.token_ids.shape[1] - 1
         if width > self.num_draft_tokens:
             raise ValueError(
@@ -201,6 +201,8 @@ class AcceptanceStats:
     def __add__(self, other: "AcceptanceStats") -> "AcceptanceStats":
         """Return the sum of two statistics, such as statistics of several runs or workers. Synchronises.
 
+        The sum counts all requests together: it has no `records`, even if both statistics were made with `per_request`.
+
         Raises:
             ValueError: they are not for the same `num_draft_tokens`.
         """
@@ -225,9 +227,9 @@ class AcceptanceStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean emitted tokens per draft that were kept, the recovered or bonus token counted.
+        """Mean number of kept tokens per draft, recovered or bonus token included.
 
-        1 + accepted tokens / drafts if all are kept. NaN before the first draft. Synchronises.
+        1 + accepted tokens / drafts if every emitted token is kept. NaN before the first draft. Synchronises.
         """
         _, drafted, emitted = self._read()
         return _ratio(sum(emitted), drafted[0])
@@ -282,7 +284,7 @@ class AcceptanceStats:
         """
         if not self.per_request:
             raise RuntimeError("records: need AcceptanceStats(..., per_request=True), got per_request=False")
-        accepted, drafted, _ = self._on_host()[:, :, :-1].tolist()
+        accepted, drafted, _ = self._cpu_counts()[:, :, :-1].tolist()
         return [_record(*counts) if counts[1][0] else None for counts in zip(accepted, drafted)]
 
     def __str__(self) -> str:
@@ -305,6 +307,10 @@ class AcceptanceStats:
         """Return the counters for outputs on a device; the first call makes them."""
         if self._counts is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                if self.per_request:
+                    raise RuntimeError(
+                        "per_request: expected an update before the capture, got none: the first update makes the counters"
+                    )
                 raise RuntimeError(
                     "device: AcceptanceStats needs one if its first update is captured in a CUDA graph, got None; "
                     "counters made inside a capture would start from zero at every replay"
@@ -329,9 +335,9 @@ class AcceptanceStats:
 
     def _total(self) -> torch.Tensor:
         """Return the counters of all requests together on the CPU, [3, num_draft_tokens + 1], waiting for the device."""
-        return self._on_host().sum(dim=1)
+        return self._cpu_counts().sum(dim=1)
 
-    def _on_host(self) -> torch.Tensor:
+    def _cpu_counts(self) -> torch.Tensor:
         """Return the counters on the CPU, waiting for the device; zeros if there are none yet."""
         return self._new_counts(torch.device("cpu")) if self._counts is None else self._counts.cpu()
 

@@ -75,6 +75,10 @@ def test_two_servers_are_compared(right):
     assert failed(report) == {"against"}
 
 
+def test_a_text_of_one_token_is_a_prompt(right):
+    assert check_server(right[0], "table", samples=16, prompts=["a"]).settings["samples"] == 16
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -83,15 +83,3 @@ def test_each_page_leads_to_the_next():
         assert f"({following}.md)" in text[text.index("## Next") :]
     nav = re.findall(r"learn/([\w-]+)\.md", (LEARN.parent.parent / "mkdocs.yml").read_text())
     assert nav[: len(ORDER)] == ORDER
-
-
-def test_the_home_page_and_the_benchmarks_page_give_the_same_share_of_a_step():
-    pytest.importorskip("pymdownx")
-    from docs._tools.benchmarks import benchmark_fence
-
-    text = (LEARN.parent / "benchmarks.md").read_text()
-    fence = re.search(r"```benchmark\n( *table: share\n.*?)```", text, re.S)[1]
-    table = re.sub("<[^>]*>", " ", benchmark_fence(fence, "", "", {}, None))
-    ours, _vllm, compiled = re.search(r"128, 3 .*?([\d.]+)% .*?([\d.]+)% .*?([\d.]+)%", table, re.S).groups()
-    home = " ".join((LEARN.parent / "index.md").read_text().split())
-    assert f"{ours} % instead of {compiled} %" in home

@@ -311,7 +311,7 @@ def test_wrong_numbers_of_kept_tokens_are_named(num_tokens: object, error: type[
 
 @pytest.mark.parametrize("output", [None, torch.zeros(1, 4), (1, 2, 3, 4)])
 def test_other_things_than_outputs_are_refused(output: object) -> None:
-    with pytest.raises(TypeError, match="output: expected a SamplerOutput, got"):
+    with pytest.raises(TypeError, match="output: expected a SamplerOutput or TreeOutput, got"):
         AcceptanceStats(num_draft_tokens=3).update(output)  # type: ignore[arg-type]
 
 
@@ -386,11 +386,18 @@ def test_every_replay_counts_the_tokens_that_are_kept_then() -> None:
 
 
 @needs_cuda
-def test_counters_are_not_made_inside_a_capture() -> None:
+@pytest.mark.parametrize(
+    ("per_request", "message"),
+    [
+        (False, "device: AcceptanceStats needs one .* got None"),
+        (True, "per_request: expected an update before the capture, got none"),
+    ],
+)
+def test_counters_are_not_made_inside_a_capture(per_request: bool, message: str) -> None:
     output = make_output([1, 2], device="cuda")
-    stats = AcceptanceStats(num_draft_tokens=3)
+    stats = AcceptanceStats(num_draft_tokens=3, per_request=per_request)
     with (
-        pytest.raises(RuntimeError, match=r"device: AcceptanceStats needs one .* got None"),
+        pytest.raises(RuntimeError, match=f"^{message}"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         output.num_accepted + 1  # an empty graph would warn

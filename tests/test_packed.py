@@ -121,7 +121,7 @@ def test_seeds_that_are_not_given_are_drawn_for_each_request(place):
     """Not for each slot: requests with a common slot draw different tokens."""
     batch = case(6, 0, 40, torch.float32, greedy=0).to(place[1])
     even, slots = torch.zeros_like(batch.target_logits), torch.zeros(6, dtype=torch.int64, device=place[1])
-    sampler, temperature = sampler_of("strict", place[0]), torch.ones(1, device=place[1])
+    sampler, temperature = sampler_of("strict", backend=place[0]), torch.ones(1, device=place[1])
     torch.manual_seed(3)
     expected = sampler(even, batch.draft_token_ids)
     torch.manual_seed(3)
@@ -133,7 +133,7 @@ def test_seeds_that_are_not_given_are_drawn_for_each_request(place):
 def test_statistics_count_packed_output(place):
     counts = [3, 0, 2, 1] * 20
     batch = with_counts(case(80, 3, 40, torch.float32), counts).to(place[1])
-    sampler, stats = sampler_of("probabilistic", place[0]), [AcceptanceStats(3), AcceptanceStats(3)]
+    sampler, stats = sampler_of("probabilistic", backend=place[0]), [AcceptanceStats(3), AcceptanceStats(3)]
     stats[0].update(sampler(batch.target_logits, batch.draft_token_ids, batch.draft_logits, seeds=0))
     stats[1].update(sampler.packed(**packed_rows(batch, counts), draft_logits=batch.draft_logits, seeds=0))
     no_rows = torch.zeros(81, dtype=torch.int64, device=place[1])
@@ -160,6 +160,6 @@ def test_warm_up_takes_batches_without_requests_or_rows(starts, num_rows):
     device = "cuda" if ON_GPU else "cpu"
     call = {**eight_rows(device), "row_starts": torch.tensor(starts, device=device)}
     call |= {name: call[name][:num_rows] for name in ("target_logits", "draft_token_ids")}
-    sampler = sampler_of("strict", "triton")
+    sampler = sampler_of("strict", backend="triton")
     sampler.warmup(**call, positions=torch.zeros(len(starts) - 1, dtype=torch.int64, device=device))
     sampler.warmup(**call, row_positions=torch.zeros(num_rows, dtype=torch.int64, device=device))

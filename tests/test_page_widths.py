@@ -1,4 +1,4 @@
-"""Every page of the site loads without an error, is no wider than the screen, and hides no part of a table or of code."""
+"""Every page of the site loads without an error, fits the screen, clips no table or code, and has no tiny text."""
 
 import json
 import shutil
@@ -18,7 +18,8 @@ EVERYTHING_OPEN = """() => {
   document.head.append(style);
 }"""
 
-# For each table and code block: its hidden width, whether it can be scrolled, and whether a shadow shows this.
+# For each table and code block that is wider than its box: the hidden width, whether it scrolls and a shadow shows this, and
+# the beginning of its text.
 CLIPPED = """() => [...document.querySelectorAll(".md-content table, .md-content pre")].flatMap((node) => {
   const box = node.matches("pre") ? node.querySelector("code") ?? node
     : node.closest(".md-typeset__scrollwrap") ?? node.parentElement;
@@ -30,10 +31,11 @@ CLIPPED = """() => [...document.querySelectorAll(".md-content table, .md-content
   return [{ hidden: Math.round(hidden), visibly: scrolls && shadow, what: `${node.tagName.toLowerCase()}: ${text}` }];
 })"""
 
+FIGURES = ".md-content :is(svg[role=img], .sd-widget, .steps, .legend)"
 
-# For each picture and widget: its smallest text, if below 12 px. Widgets are drawn again after a frame.
-SMALL_TEXT = """async () => {
-  const figures = document.querySelectorAll(".md-content :is(svg[role=img], .sd-widget, .steps, .legend)");
+# For each of the figures: its smallest text, if below 12 px, up to rounding. Widgets are drawn again after a frame.
+SMALL_TEXT = """async (selector) => {
+  const figures = document.querySelectorAll(selector);
   if (figures.length) await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
   const size = (node) => {
     const matrix = node.getScreenCTM?.() ?? { b: 0, d: 1 };
@@ -47,14 +49,12 @@ SMALL_TEXT = """async () => {
   });
 }"""
 
-
-FIGURES = "document.querySelector('.md-content :is(svg[role=img], .sd-widget, .steps, .legend)') !== null"
 TOO_WIDE = "document.documentElement.scrollWidth > window.innerWidth"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """The site with an empty index of its search: every page would read the whole one, which takes long."""
+    """Serve a copy of the site with an empty search index: every page loads the index, and the whole one takes long."""
     folder = tmp_path_factory.mktemp("site") / "copy"
     shutil.copytree(built_site().folder, folder)
     index = folder / "search/search_index.json"
@@ -64,7 +64,7 @@ def server(tmp_path_factory):
 
 
 def test_every_page_loads_and_nothing_is_clipped_or_too_small_on_a_desk_or_a_phone(server):
-    """Tables and code of a page without sidebars, as on a tablet, have least room on the small phone."""
+    """The small phone is narrower than a tablet without sidebars, so tables and code have the least room there."""
     site, wrong = built_site(), []
     with opened(server) as (tab, complaints):
 
@@ -85,9 +85,9 @@ def test_every_page_loads_and_nothing_is_clipped_or_too_small_on_a_desk_or_a_pho
             tab.goto(server.address + page)
             tab.evaluate(EVERYTHING_OPEN)
             look(DESK)
-            if tab.evaluate(FIGURES):
+            if tab.query_selector(FIGURES):
                 tab.set_viewport_size({"width": PHONE, "height": 800})
-                wrong += [f"{page} at {PHONE}: text of {found}" for found in tab.evaluate(SMALL_TEXT)]
+                wrong += [f"{page} at {PHONE}: text of {found}" for found in tab.evaluate(SMALL_TEXT, FIGURES)]
             tab.emulate_media(color_scheme="dark")
             look(SMALL_PHONE)
             wrong += [f"{page}: {complaint}" for complaint in complaints]

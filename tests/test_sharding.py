@@ -15,9 +15,9 @@ from specdecode import Adjustments, RejectionSampler, Sampling, VocabShard, eage
 from tests.conftest import HAS_TRITON
 from tests.support.calls import METHODS
 from tests.support.differential import assert_same, case, like_a_device
-from tests.support.packing import packed_rows
+from tests.support.packing import packed_rows, sampler_of
 from tests.support.ranks import Ranks, groups, made_once, on_ranks
-from tests.support.sharded_calls import columns, random_call, sampler_of, verified
+from tests.support.sharded_calls import columns, random_call, verified
 
 NAN, INF = float("nan"), float("inf")
 EXAMPLE = Path(__file__).parent.parent / "docs" / "use" / "tensor_parallel.py"

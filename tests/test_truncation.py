@@ -160,15 +160,16 @@ joint = partial(check, "probabilistic", CASES["all three"])
 order = partial(check, "probabilistic", CASES["top-k before top-p"])
 ties = partial(check, "probabilistic", CASES["ties"])
 MUTANTS = [
-    Mutant("top-p before top-k", S.num_kept, "probs = np.exp(logprobs[:count])", "probs = np.exp(logprobs)", order),
-    Mutant("the mass not renormalised after top-k", S.num_kept, "sampling.top_p * probs.sum()", "sampling.top_p", order),
-    Mutant("the token that crosses p dropped", S.num_kept, "count = 1 + int((slack > 0).sum())",
+    Mutant("top-p before top-k", S.choose_num_kept, "probs = np.exp(logprobs[:count])", "probs = np.exp(logprobs)", order),
+    Mutant("the mass not renormalised after top-k", S.choose_num_kept, "sampling.top_p * probs.sum()", "sampling.top_p",
+           order),
+    Mutant("the token that crosses p dropped", S.choose_num_kept, "count = 1 + int((slack > 0).sum())",
            "count = max(1, int((np.log(sampling.top_p * probs.sum()) >= np.log(before + probs)).sum()))", joint),
     Mutant("ties kept", S.truncate, "logits[order[kept.index :]] = -np.inf",
            "logits[logits < logits[order[kept.index - 1]]] = -np.inf", ties),
     Mutant("the order of ids reversed", T.token_order, 'np.argsort(-scores, kind="stable")',
            'np.argsort(scores, kind="stable")[::-1]', ties),
-    Mutant("min-p of the mass", S.num_kept, "logprobs[:count] - logprobs[0] - np.log", "logprobs[:count] - np.log",
+    Mutant("min-p of the mass", S.choose_num_kept, "logprobs[:count] - logprobs[0] - np.log", "logprobs[:count] - np.log",
            partial(check, "probabilistic", CASES["min-p"])),
     Mutant("q not truncated", oracle.Request.draft, "self.draft_sampling)", "Sampling(self.draft_sampling.temperature))",
            joint),

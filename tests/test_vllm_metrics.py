@@ -235,7 +235,7 @@ def test_an_unknown_attribute_that_is_off_changes_nothing(off, start):
 
 
 def test_what_this_packages_sampler_keeps_is_known(start):
-    kept = {"needs": [1], "shards_batches": True, "kinds": {1}, "copies": (1,)}
+    kept = {"needs": [1], "shards_batches": True, "compiled_dtypes": {1}, "copies": (1,)}
     kept |= {"unknown": "before", "known": True, "grammar": True, "reads_grammars": True}
     assert start(sampler=kept)[0].other_rule() is None
 

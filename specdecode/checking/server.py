@@ -30,16 +30,25 @@ TEXTS = (
     "Name: Anna, age: 31\nName: Peter, age: 64\nName: Maria, age: 27\nName: John, age: 45\nName: Lucy, age: 58\nName:",
     "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n    return width *",
 )
-"""Continued by default. In the logs of random draws, drafters that copy earlier text have something to copy."""
+"""The default prompts. Some are logs of random draws, in which drafters that copy earlier text find text to copy."""
 
 LOW_TEMPERATURE = 0.6
 """The temperature of every third prompt; the others have 1."""
 
-BATCH, NUM_TOKENS, MIN_SAMPLES = 16, 8, 40
-"""Samples of a request; tokens of a sample; a prefix seen as often is compared with its one-token request."""
+BATCH = 16
+"""The number of texts in a request to the server."""
+
+NUM_TOKENS = 8
+"""The number of tokens of a sample."""
+
+MIN_SAMPLES = 40
+"""A prefix that begins at least this many samples is compared with its one-token request."""
+
+NUM_TESTS = 6
+"""The number of tests of a run that compares two servers; each has an equal share of the false-alarm rate."""
 
 Listed = dict[int, float]
-"""Log-probabilities of the likeliest tokens; empty if the server reports none."""
+"""The log-probabilities of the likeliest tokens, by token id; empty if the server reports none."""
 
 
 class Server(NamedTuple):
@@ -73,7 +82,7 @@ class Server(NamedTuple):
             raise ValueError(f"server: expected JSON from {self.url}{path}; is it OpenAI-compatible?") from None
 
     def request(self, prompts: Any, temperature: float, max_tokens: int) -> dict[str, Any]:
-        """Return a request that samples from the whole distribution, whatever the server's defaults are."""
+        """Return the body of a request that samples from the whole distribution, whatever the server's defaults are."""
         sampling = {"temperature": temperature, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
         answer = {"logprobs": self.top_logprobs, "return_tokens_as_token_ids": True, "ignore_eos": True}
         return {"model": self.model, "prompt": prompts, "max_tokens": max_tokens, **sampling, **answer}
@@ -98,7 +107,7 @@ class Server(NamedTuple):
         return ids
 
     def rows(self, texts: Sequence[Sequence[int]], temperature: float = 1.0) -> list[Listed]:
-        """Return the log-probabilities after texts, of one-token requests."""
+        """Return the log-probabilities of the next token after each text, from one-token requests."""
         rows: list[Listed] = []
         for start in range(0, len(texts), BATCH):
             answers = self.complete([list(text) for text in texts[start : start + BATCH]], temperature, 1)
@@ -128,54 +137,72 @@ def id_in(name: str) -> int:
 
 
 def choose(server: Server, text: str, unsure_first: bool) -> list[int]:
-    """Return the beginning of a text before its least sure token, or before a sure token that an unsure one follows."""
+    """Return a prefix of a text: the last tokens are left out up to a position where the model is unsure.
+
+    A position's score is the entropy of its row, at most 2 nats, times the probability of the listed tokens. With
+    `unsure_first` the next position has the largest score. Otherwise the text's next token is likely, and the position
+    after it has a large score.
+    """
     ids = server.tokenize(text)
     texts = [ids[:end] for end in range(max(1, len(ids) - 6), len(ids) + 1)]
     rows = [make_row(listed, server.top_logprobs) for listed in server.rows(texts)]
     scores = [min(float(row.probs @ row.surprise()), 2.0) * (1 - row.probs[-1]) for row in rows]
-    if not unsure_first:
-        scores = [row.probs[row.place(t[-1])] * later for row, t, later in zip(rows, texts[1:], scores[1:])]
+    if not unsure_first and len(texts) > 1:
+        likely = [row.probs[row.place(longer[-1])] for row, longer in zip(rows, texts[1:])]
+        scores = [prob * score for prob, score in zip(likely, scores[1:])]
     return list(max(zip(scores, texts))[1])
 
 
 class Run:
     """The samples of one server."""
 
-    def __init__(self, server: Server, prompts: Sequence[list[int]], shown: Progress) -> None:
-        self.server, self.prompts, self.shown = server, prompts, shown
+    def __init__(self, server: Server, prompts: Sequence[list[int]], progress_line: Progress) -> None:
+        self.server, self.prompts, self.progress_line = server, prompts, progress_line
         self.temperatures = [LOW_TEMPERATURE if prompt % 3 == 2 else 1.0 for prompt in range(len(prompts))]
         self.texts: list[Context] = []
-        self.own, self.by_prefix, self.without_rows = Evidence(), Evidence(), 0
+        self.own = Evidence()  # tokens compared with the rows that were reported with them
+        self.by_prefix = Evidence()  # tokens compared with the rows of one-token requests
+        self.without_rows = 0  # the number of tokens that came without a row
+        # Equal rows at two temperatures are raw: then the temperature must be applied here.
         plain, scaled = (server.rows(prompts[-1:], temperature)[0] for temperature in (1.0, LOW_TEMPERATURE))
-        raw = all(abs(scaled.get(token, logprob) - logprob) < 0.1 for token, logprob in plain.items())
-        self.to_scale = self.temperatures if raw else [1.0] * len(prompts)
+        is_raw = all(abs(scaled.get(token, logprob) - logprob) < 0.1 for token, logprob in plain.items())
+        self.row_temperatures = self.temperatures if is_raw else [1.0] * len(prompts)
 
     def collect(self, samples: int, threshold: float) -> None:
-        """Ask for samples until there are enough, or the bets show an error and a third can name it."""
+        """Collect `samples` samples, or a third of them if the sequential test of ranks and tokens fails by then."""
         started = time.monotonic()
-        while len(self.texts) < (samples if self.without_rows or math.exp(-self.own.best) > threshold else samples / 3):
+        while len(self.texts) < samples:
+            fails = not self.without_rows and math.exp(-self.own.best) <= threshold
+            if fails and len(self.texts) >= samples / 3:  # enough to name the mistake
+                break
             for prompt, temperature in enumerate(self.temperatures):
                 for answer in self.server.complete([self.prompts[prompt]] * BATCH, temperature, NUM_TOKENS):
                     self.add(prompt, answer)
                 done = len(self.texts)
                 seconds = (time.monotonic() - started) / done * (samples - done)
                 sees = detectable(len(RANKS) - 1, done * (NUM_TOKENS - 1), threshold)
-                self.shown.done = done
-                self.shown.say(f"{done} of {samples} samples, {seconds:.0f} s, TV {sees:.2f}")
+                self.progress_line.done = done
+                self.progress_line.say(f"{done} of {samples} samples, {seconds:.0f} s, TV {sees:.2f}")
 
     def add(self, prompt: int, answer: Sequence[tuple[int, Listed]]) -> None:
         """Add a sample; its first token belongs to the control."""
         text: Context = (prompt,)
-        for place, (token, listed) in enumerate(answer):
-            if place and listed:
-                row = make_row(listed, self.server.top_logprobs, self.to_scale[prompt])
+        for index, (token, listed) in enumerate(answer):
+            if index > 0 and listed:
+                row = make_row(listed, self.server.top_logprobs, self.row_temperatures[prompt])
                 self.own.add(row, token, text, self.temperatures[prompt], listed.get(token, 0.0))
-            self.without_rows += bool(place and not listed)
+            self.without_rows += index > 0 and not listed
             text = (*text, token)
         self.texts.append(text)
 
     def prefixes(self, first: int, last: int) -> tuple[Fit, str]:
-        """Compare tokens number `first` to `last` after each frequent prefix with its one-token request."""
+        """Compare the tokens `first` to `last` of the samples with the rows of one-token requests.
+
+        The first token of a sample is number 1. Only tokens after prefixes that `MIN_SAMPLES` samples share are compared.
+
+        Returns:
+            The test, and the largest difference in words.
+        """
         counts: dict[Context, Counter[int]] = defaultdict(Counter)
         for text in self.texts:
             for end in range(first, min(last + 1, len(text))):
@@ -185,10 +212,31 @@ class Run:
             contexts = [each for each in counts if each[0] == prompt and counts[each].total() >= MIN_SAMPLES]
             texts = [[*self.prompts[prompt], *context[1:]] for context in contexts]
             for context, listed in zip(contexts, self.server.rows(texts, temperature)):
-                rows[context] = make_row(listed, self.server.top_logprobs, self.to_scale[prompt])
+                rows[context] = make_row(listed, self.server.top_logprobs, self.row_temperatures[prompt])
                 for token in counts[context].elements():
                     self.by_prefix.add(rows[context], token, context, temperature)
         return prefix_fit(counts, rows)
+
+    def findings(self) -> tuple[list[Finding], list[str]]:
+        """Return the tests of the samples, and notes about tests that cannot be made."""
+        fit, seen = self.prefixes(2, NUM_TOKENS)
+        control_fit, control = self.prefixes(1, 1)
+        found = [Finding("prefixes", fit.p_value, "tokens after frequent texts, by one-token requests", seen, fit)]
+        notes = []
+        if self.without_rows:
+            missing = f"{self.without_rows:,} tokens came without log-probabilities"
+            notes.append(f"not asked: ranks, surprisal, bets: {missing}.")
+        else:
+            ranks, (p_value, more) = self.own.ranks(), self.own.surprisal()
+            counts = [f"{rank}: {n:,} ({due:,.0f})" for rank, n, due in zip(RANKS, ranks.observed, ranks.expected)]
+            seen = f"tokens of rank (and expected): {', '.join(counts)}"
+            found += [
+                Finding("ranks", ranks.fit.p_value, "the token's rank in its own row", seen, ranks.fit),
+                Finding("surprisal", p_value, f"{more:+.3f} nats a token above the entropy of its row"),
+                Finding("bets", math.exp(-self.own.best), "bets on ranks and tokens; valid whenever sampling stops"),
+            ]
+        found.append(Finding("first token", control_fit.p_value, "never a draft: the control", control, control_fit))
+        return found, notes
 
 
 def check_server(
@@ -206,13 +254,14 @@ def check_server(
     """Compare the tokens that a running server samples with the log-probabilities that it reports.
 
     Args:
-        url: of a server with OpenAI's `/v1/completions`, such as http://127.0.0.1:8000.
-        model: its name there.
-        against: the URL of another server of the model, such as one without speculation: both must give equal texts.
-        samples: continuations of eight tokens, rounded up to 16 of each prompt; a third if the bets show an error by then.
-        prompts: texts, whose beginnings are continued, or lists of ids. Every third has temperature 0.6.
-        top_logprobs: log-probabilities to ask for; most servers allow 20.
-        timeout: seconds for a request.
+        url: the address of a server with OpenAI's `/v1/completions`, such as http://127.0.0.1:8000.
+        model: the model's name on the server.
+        against: the address of another server of the model, such as one without speculation: both must give equal texts.
+        samples: the number of continuations of eight tokens, rounded up to a multiple of 16 for each prompt. A third of them
+            is enough if the check `bets`, a sequential test, fails by then.
+        prompts: texts, whose beginnings are continued, or lists of token ids. Every third is continued at temperature 0.6.
+        top_logprobs: the number of log-probabilities to ask for with each token; most servers allow 20.
+        timeout: the longest time to wait for an answer, in seconds.
         api_key: sent as a bearer token.
         progress: whether to show progress on standard error; None: if it is a terminal.
 
@@ -226,39 +275,25 @@ def check_server(
     if samples < 1 or not prompts:
         raise ValueError(f"samples: expected at least 1, and prompts, got {samples!r} and {prompts!r}")
     samples = math.ceil(samples / len(prompts) / BATCH) * len(prompts) * BATCH
-    shown = Progress(samples, sys.stderr.isatty() if progress is None else progress)
+    progress_line = Progress(samples, sys.stderr.isatty() if progress is None else progress)
     base = [each.rstrip("/").removesuffix("/v1") for each in (url, against or url)]
     server = Server(base[0], model, top_logprobs, timeout, api_key)
     reference = Server(base[1], *server[1:])
     if any(against and isinstance(text, str) and server.tokenize(text) != reference.tokenize(text) for text in prompts):
         raise ValueError(f"against: expected the tokenizer of {url}, got another; set a server of the same model")
-    shown.say("choosing prompts")
+    progress_line.say("choosing prompts")
+    # The first token after a prompt is the control, so most prompts have the unsure position at the second.
     ids = [choose(server, text, i % 4 == 1) if isinstance(text, str) else list(text) for i, text in enumerate(prompts)]
-    run, threshold = Run(server, ids, shown), FALSE_ALARM / 6
+    run, threshold = Run(server, ids, progress_line), FALSE_ALARM / NUM_TESTS
     run.collect(samples, threshold)
-    shown.say("one-token requests")
-    fit, seen = run.prefixes(2, NUM_TOKENS)
-    found = [Finding("prefixes", fit.p_value, "tokens after frequent texts, by one-token requests", seen, fit)]
-    fit, control = run.prefixes(1, 1)
-    notes = []
-    if run.without_rows:
-        notes.append(f"not asked: ranks, surprisal, bets: {run.without_rows:,} tokens came without log-probabilities.")
-    else:
-        ranks, (p_value, more) = run.own.ranks(), run.own.surprisal()
-        counts = [f"{rank}: {n:,} ({due:,.0f})" for rank, n, due in zip(RANKS, ranks.observed, ranks.expected)]
-        seen = f"tokens of rank (and expected): {', '.join(counts)}"
-        found += [
-            Finding("ranks", ranks.fit.p_value, "the token's rank in its own row", seen, ranks.fit),
-            Finding("surprisal", p_value, f"{more:+.3f} nats a token above the entropy of its row"),
-            Finding("bets", math.exp(-run.own.best), "bets on ranks and tokens; valid whenever sampling stops"),
-        ]
-    found.append(Finding("first token", fit.p_value, "never a draft: the control", control, fit))
+    progress_line.say("one-token requests")
+    found, notes = run.findings()
     if against:
-        other = Run(reference, ids, shown)
+        other = Run(reference, ids, progress_line)
         other.collect(len(run.texts), 0.0)
         fit = two_samples(run.texts, other.texts)
         found.append(Finding("against", fit.p_value, f"texts of two to four tokens, also of {against}", fit=fit))
-    shown.end()
+    progress_line.end()
     checks = [each.judged(threshold) for each in found]
     suspects: list[str] = []
     if not all(check.passed for check in checks):

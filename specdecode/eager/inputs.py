@@ -18,9 +18,9 @@ class Inputs:
         size, rows, self.vocab = batch.target_logits.shape
         self.target_logits, self.draft_logits = batch.target_logits, batch.draft_logits
         if batch.draft_logits is not None and batch.draft_vocab_ids is not None:
-            draft_ids = target_to_draft(batch.draft_vocab_ids, self.vocab)
+            draft_id_of_token = target_to_draft(batch.draft_vocab_ids, self.vocab)
             # Duck-typed as a tensor; only reading rows checks the type.
-            self.draft_logits = DraftVocabRows(batch.draft_logits, draft_ids)  # type: ignore[assignment]
+            self.draft_logits = DraftVocabRows(batch.draft_logits, draft_id_of_token)  # type: ignore[assignment]
         self.conditional_rates = () if schedule is None else schedule.conditional_rates
         counts = torch.arange(max(size, rows), device=batch.target_logits.device)
         self.requests, self.offsets = counts[:size], counts[:rows]

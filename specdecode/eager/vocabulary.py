@@ -1,7 +1,7 @@
-"""Draft rows over their own vocabulary, in PyTorch: truncated over that vocabulary, and spread chunk by chunk.
+"""Draft rows over their own vocabulary, in PyTorch: truncated by the draft's ids, then spread to the target's ids.
 
-Draft rows stay short until they are computed. Then the rows of a chunk are truncated in the order of the draft's ids, and
-their logits are moved to the target's ids, with -inf for tokens that the draft lacks: softmax gives 0 there.
+Only the rows of one chunk have the target's width at a time: they are truncated in the order of the draft's ids, then their
+logits move to the target's ids. Tokens that the draft lacks get -inf, so that q = 0.
 """
 
 from typing import Any
@@ -16,42 +16,45 @@ from specdecode.eager.packed import IndexedRows
 class DraftVocabRows:
     """Raw logits over the draft's own vocabulary, [..., draft_vocab], and the map from target tokens to draft ids."""
 
-    def __init__(self, logits: Tensor | IndexedRows, draft_ids: Tensor) -> None:
-        """Take rows, and the draft id of each target token, [vocab] int64, -1 for tokens that the draft lacks."""
-        self.logits, self.draft_ids = logits, draft_ids
+    def __init__(self, logits: Tensor | IndexedRows, draft_id_of_token: Tensor) -> None:
+        """Initialise from rows and the draft id of each target token, [vocab] int64, -1 for tokens that the draft lacks."""
+        self.logits, self.draft_id_of_token = logits, draft_id_of_token
         self.dtype = logits.dtype
 
     def __getitem__(self, key: Any) -> "DraftVocabRows":
         """Return some of the rows."""
-        return DraftVocabRows(self.logits[key], self.draft_ids)
+        return DraftVocabRows(self.logits[key], self.draft_id_of_token)
 
     def gather(self) -> "DraftVocabRows":
-        """Copy the rows, if they are still an index."""
-        return DraftVocabRows(self.logits.gather(), self.draft_ids) if isinstance(self.logits, IndexedRows) else self
+        """Return the rows as a tensor, copied if they were given as indices into another tensor (`IndexedRows`)."""
+        if isinstance(self.logits, Tensor):
+            return self
+        return DraftVocabRows(self.logits.gather(), self.draft_id_of_token)
 
     @property
     def tensor(self) -> Tensor:
-        """The logits of rows that have been gathered."""
+        """The logits, after `gather`."""
         assert isinstance(self.logits, Tensor)
         return self.logits
 
     def spread(self, logits: Tensor, width: int) -> Tensor:
-        """Move [..., draft_vocab or more] logits to the target's tokens, [..., width], with -inf for all other tokens."""
+        """Return logits [..., draft_vocab or more] by the target's tokens, [..., width], with -inf for all other tokens."""
         rows = logits.new_full((*logits.shape[:-1], width), -torch.inf)
-        of_target = logits.index_select(-1, self.draft_ids.clamp(min=0)).masked_fill_(self.draft_ids < 0, -torch.inf)
-        rows[..., : len(self.draft_ids)] = of_target
+        ids = self.draft_id_of_token
+        rows[..., : len(ids)] = logits.index_select(-1, ids.clamp(min=0)).masked_fill_(ids < 0, -torch.inf)
         return rows
 
     def weight_outside(self, logits: Tensor, row_max: Tensor, temperature: Tensor) -> Tensor | None:
         """Return sum(exp((l - row_max) / T)) over the draft logits that belong to no target token, [...].
 
-        Such logits exist only if ids could not be checked: on the CPU the result is None.
+        Such logits exist only if ids could not be checked, on a device. On the CPU the result is None.
         """
-        if on_host(self.draft_ids):
+        if on_host(self.draft_id_of_token):
             return None
         size = logits.shape[-1]
-        found = torch.zeros(size + 1, dtype=torch.bool, device=logits.device)
-        found.index_fill_(0, torch.where(self.draft_ids < 0, size, self.draft_ids), True)
+        ids = torch.where(self.draft_id_of_token < 0, size, self.draft_id_of_token)
+        found = torch.zeros(size + 1, dtype=torch.bool, device=logits.device)  # the last entry: tokens without an id
+        found.index_fill_(0, ids, True)
         weights = ((logits - row_max) / temperature[..., None]).exp()
         return weights.masked_fill_(found[:size], 0).sum(dim=-1)
 
@@ -64,7 +67,7 @@ def target_to_draft(draft_vocab_ids: Tensor, vocab: int) -> Tensor:
     """
     ids = draft_vocab_ids.to(torch.int64)
     size = len(ids)
-    inside = torch.where((ids >= 0) & (ids < vocab), ids, vocab)  # one more entry, removed at the end
-    draft_ids = torch.full((vocab + 1,), size, dtype=torch.int64, device=ids.device)
-    draft_ids.scatter_reduce_(0, inside, torch.arange(size, device=ids.device), "amin")
-    return torch.where(draft_ids < size, draft_ids, -1)[:vocab]
+    inside = torch.where((ids >= 0) & (ids < vocab), ids, vocab)  # one entry more, for ids that are no tokens
+    draft_id_of_token = torch.full((vocab + 1,), size, dtype=torch.int64, device=ids.device)
+    draft_id_of_token.scatter_reduce_(0, inside, torch.arange(size, device=ids.device), "amin")
+    return torch.where(draft_id_of_token < size, draft_id_of_token, -1)[:vocab]

@@ -207,7 +207,7 @@ def without_drafts(row):
     """Return an adjusted row without the loaded ids of the drafts before it."""
     biases, penalties, allowed, before, _ = row.adjustments
     adjustments = RowAdjustments(biases, penalties, allowed, before, ())
-    return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.draft_ids, adjustments)
+    return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.draft_id_of_token, adjustments)
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def with_drafts(row, sizes):
     # elements, so two calls that differ in nesting alone would be confused.
     biases, penalties, allowed, before, _ = row.adjustments
     adjustments = RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes))
-    return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.draft_ids, adjustments)
+    return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.draft_id_of_token, adjustments)
 
 
 @triton.jit

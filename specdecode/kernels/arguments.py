@@ -181,10 +181,12 @@ class Workspace(NamedTuple):
     maxima_ptr: Pointer  # [rows, num_blocks, WARP] float32, see `statistics.lane_maxima`; None: rows are not truncated
     candidates_ptr: Pointer  # [rows, list_size] int64, see `truncation.narrow`; None: rows are not truncated
     terms_ptr: Pointer  # [batch, num_draft_tokens + 1, TERMS] float32, see `block`, or None
-    listed_ptr: Pointer  # [batch * num_draft_tokens, LIST_FIELDS] int64, see `residual`, or None
+    queue_ptr: Pointer  # [batch * num_draft_tokens, QUEUE_FIELDS] int64, see `residual`, or None
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, see `residual`, or None
     raw_statistics_ptr: Pointer  # [target rows, num_blocks, 2] float32 statistics at temperature 1, or None
-    draft_ids_ptr: Pointer  # [vocab_size] int32 the draft's id of each token, see `vocabulary`; None: the same ids
+    draft_id_of_token_ptr: (
+        Pointer  # [vocab_size] int32 the draft's id of each token, see `vocabulary`; None: the same ids
+    )
     logprobs_ptr: Pointer  # as in `Outputs`: a decision stores its draft's log-probability there; or None
 
 

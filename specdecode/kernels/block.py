@@ -7,8 +7,8 @@ logits: i is rejected if eta_i > c_i, and accepted if c_i = 1, or if no draft fo
 p or q is a point mass. An undecided i is *open*. It matters only if it is larger than every accepted i.
 
 1. `ratio_kernel`, a program for each draft: p(x) / q(x) from the statistics of both rows, and its row's `Residual`.
-2. `decide_kernel`, a program for each number of drafts: decides without reading, or lists the residual.
-3. `sum_kernel`: programs share the blocks of all listed residuals, 4 KB (bfloat16) a block for both rows.
+2. `decide_kernel`, a program for each number of drafts: decides without reading, or queues the residual.
+3. `sum_kernel`: programs share the blocks of all queued residuals, 4 KB (bfloat16) a block for both rows.
 4. `decide_block`, at the start of the launch that emits: makes the open decisions from the sums. `probabilistic.draw`
    then draws the token after the accepted drafts.
 """
@@ -25,13 +25,13 @@ from specdecode.kernels.probabilistic import acceptance_terms, is_possible
 from specdecode.kernels.request import count_drafts, load_draft_ids, load_key, load_temperature, locate_program
 from specdecode.kernels.residual import (
     NONE,
-    NUM_LISTED,
+    NUM_QUEUED,
     ROW,
-    list_residual,
-    listed_residual,
     load_both,
+    load_queued_residual,
     load_residual_sums,
     one_minus_exp2,
+    queue_residual,
     residual_sums,
     residual_sums_at,
 )
@@ -77,11 +77,11 @@ def shared_logprob(context, terms, inputs, workspace, sizes):
     elif residual.subtracted >= 0:
         row = target_row_at(context, inputs, workspace, sizes)
         is_token = True
-        if workspace.draft_ids_ptr is not None:
+        if workspace.draft_id_of_token_ptr is not None:
             is_token = residual.subtracted != NO_ID
         logit = load_logit(row, residual.subtracted, is_token)
         shared = logprob(logit, residual.subtracted, normalizer_of(p), context.temperature)
-        if workspace.draft_ids_ptr is not None:
+        if workspace.draft_id_of_token_ptr is not None:
             shared = tl.where(is_token, shared, -INFINITY)
     return shared
 
@@ -193,7 +193,7 @@ def decide_kernel(inputs, workspace, sizes, config):
             if config.SUMS:  # if nothing more is accepted, the token comes from this row
                 wanted |= (offset == accepted) & (offset < num_drafts) & (at(subtracted, offset) == ROW)
             if wanted:
-                list_residual(request, offset, workspace)
+                queue_residual(request, offset, workspace)
 
 
 @triton.jit
@@ -206,12 +206,12 @@ def load_residual(terms_ptr, log_c):
 
 @triton.jit
 def sum_kernel(inputs, workspace, sizes, config):
-    """Sum `BLOCKS` blocks of a listed residual; a program takes several such shares if there are more than programs."""
+    """Sum `BLOCKS` blocks of a queued residual; a program takes several such shares if there are more than programs."""
     admit_next_launch(config.OVERLAPS)
     await_launch(config.OVERLAPS)
     chunks = tl.cdiv(sizes.num_blocks, config.BLOCKS)
-    for share in range(tl.program_id(0), tl.load(workspace.state_ptr + NUM_LISTED) * chunks, tl.num_programs(0)):
-        request, offset = listed_residual(share // chunks, workspace, sizes)
+    for share in range(tl.program_id(0), tl.load(workspace.state_ptr + NUM_QUEUED) * chunks, tl.num_programs(0)):
+        request, offset = load_queued_residual(share // chunks, workspace, sizes)
         terms_ptr = terms_at(workspace, request, offset, sizes)
         residual = load_residual(terms_ptr, tl.load(terms_ptr + LOG_C))
         context = RowContext(request, offset, None, None, load_temperature(inputs.requests, request))

@@ -1,9 +1,8 @@
 """The launch that emits: from the statistics of all rows to tokens.
 
-In a small batch, and in any batch with truncated rows, a program has one row. It decides about the row's draft, draws the
-token of a rejected row, and adds its row bits; from these bits `first_rejected` chooses the program that writes the
-request's output. In block verification, and in a large batch, where the first rejected rows are already known, a program
-has one request.
+In block verification, and in a large batch without truncation, whose first rejected rows are known, a program has one
+request. Otherwise it has one row: it decides about the row's draft, draws the token of a rejected row, and adds its row
+bits; from these bits `first_rejected` chooses the program that writes the request's output.
 
 A program reads the statistics of one or two rows, 8 bytes for each block of 1,024, and a few blocks of logits again. It
 writes 8 bytes for each token.
@@ -78,7 +77,7 @@ def emit_row(context, inputs, outputs, workspace, sizes, config, policy):
     matters = offset <= last
     if config.PUBLISHED:
         last = tl.minimum(last, load_first_rejected(workspace.state_ptr, request, sizes))
-        if not HAS_LOGPROBS:  # log-probabilities are after truncation
+        if not HAS_LOGPROBS:  # a log-probability needs the truncated sum
             matters &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
         matters &= offset <= last
     if matters:
@@ -121,7 +120,7 @@ def emit_request(context, inputs, outputs, workspace, sizes, config, policy):
     first_rejected, is_empty = find_first_rejected(request, counted[0], inputs, workspace, sizes, config)
     context = with_draft(context, first_rejected, draft_at(counted, inputs.drafts, request, first_rejected, sizes))
     noise = noise_at(context, inputs.requests, sizes)
-    raw = load_raw_statistics(context, inputs, workspace, sizes)  # in flight while the first rejected row is found
+    raw = load_raw_statistics(context, inputs, workspace, sizes)  # in flight during the decision
     # Acceptance is known: only the normalizer and the source are used.
     _, normalizer, source = policy.DECIDE(context, noise, inputs, workspace, sizes)
     token = source

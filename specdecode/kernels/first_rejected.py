@@ -14,7 +14,7 @@ complete by then, and the program of the first rejected row writes everything wi
 writes. If the bits are not complete, this program writes its token early, sets the EARLY bit and exits, and the programs
 that complete the bits write the rest. (Always writing early was 2 to 8 % slower for 1 to 32 requests of `probabilistic`.)
 Log-probabilities of accepted drafts are written before the bits are added and published with them, because the program
-that finishes replaces the ones after the first rejected row by NaN.
+that finishes sets those after the first rejected row to NaN.
 """
 
 import triton
@@ -26,7 +26,7 @@ FIRST_REJECTED, EMPTY, FIELDS = (tl.constexpr(field) for field in range(3))
 SURELY_ACCEPTED = tl.constexpr(-1)
 """A request's state: its first rejected row and its first empty row. After the states of all requests come one counter per
 row (programs finished, or SURELY_ACCEPTED) and, for rows that are truncated after first rejections were published, the row
-bits of each request. Block verification keeps one number instead, see `residual.NUM_LISTED`."""
+bits of each request. Block verification keeps one number instead, see `residual.NUM_QUEUED`."""
 
 MOST_ROWS = 28
 COUNT_BITS, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
@@ -151,5 +151,6 @@ def writes_output(state_ptr, context, bits, sizes, IS_DRAWN: tl.constexpr):
         if finishes:
             finishes = first_row(bits, REJECTED_BITS) == context.offset
             if bits >= EARLY:
+                # Always true: it acquires what the other programs have written.
                 finishes = tl.atomic_or(bits_at(state_ptr, context.request), 0, sem="acquire") > 0
     return finishes

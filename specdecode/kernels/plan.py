@@ -39,7 +39,7 @@ from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.first_rejected import FIELDS
 from specdecode.kernels.launch import Part, Plan, can_overlap
 from specdecode.kernels.read import read_kernel
-from specdecode.kernels.residual import LIST_FIELDS
+from specdecode.kernels.residual import QUEUE_FIELDS
 from specdecode.kernels.siblings import siblings_kernel
 from specdecode.kernels.signature import Symbol
 from specdecode.kernels.statistics import WARP
@@ -102,7 +102,7 @@ def plan_step(structure: Structure) -> Plan:
         [*[plan.part(name.removesuffix("_ptr")) for name in Workspace._fields[:-1]], outputs.logprobs_ptr]
     )
     given = inputs, workspace, sizes
-    if workspace.draft_ids_ptr is not None:
+    if workspace.draft_id_of_token_ptr is not None:
         programs = f"-(-vocab_size // {SPAN.value})"
         plan.add(map_kernel, programs, (*given, Mapping(overlaps)), num_warps=8, follows=False)
     add_reading(plan, structure, given, decide)
@@ -138,12 +138,12 @@ def workspace_parts(structure: Structure) -> dict[str, Part]:
     if structure.decides_block:
         parts["terms"] = Part(torch.float32, f"target_rows * {TERMS.value}")
         if has_draft_rows:
-            parts["listed"] = Part(torch.int64, f"draft_rows * {LIST_FIELDS.value}")
+            parts["queue"] = Part(torch.int64, f"draft_rows * {QUEUE_FIELDS.value}")
             parts["residual_sums"] = Part(torch.float32, "draft_rows * num_blocks")
     if structure.logprobs == "raw":
         parts["raw_statistics"] = Part(torch.float32, "target_rows * 2 * num_blocks")
     if "draft_vocab_ids" in structure.names:
-        parts["draft_ids"] = Part(torch.int32, "vocab_size")
+        parts["draft_id_of_token"] = Part(torch.int32, "vocab_size")
     return parts
 
 
@@ -204,7 +204,7 @@ def add_reading(plan: Plan, structure: Structure, given: Given, decide: Any) -> 
         "chunks * target_rows" if flat else ("chunks", "batch", "num_draft_tokens + 1"),
         (inputs, workspace, sizes, config, Policy(DECIDE=decide, DRAW=None)),
         num_warps=READ_BLOCKS,
-        follows=workspace.draft_ids_ptr is not None,
+        follows=workspace.draft_id_of_token_ptr is not None,
         max_registers=registers if is_tuned and has_drafts else None,
     )
 

@@ -17,10 +17,10 @@ from specdecode.kernels.request import is_trusted, load_logsumexp
 from specdecode.kernels.residual import (
     NONE,
     ROW,
+    block_sums_without,
     select_residual_block,
     select_summed_block,
     shortfall,
-    sums_without,
 )
 from specdecode.kernels.rows import (
     base_2_scale,
@@ -128,7 +128,7 @@ def draw(context, noise, source, inputs, workspace, sizes, config):
             if block < 0:
                 subtracted = tl.full([], NONE, tl.int32)
     if subtracted >= 0:
-        without = sums_without(subtracted, p, row, context.temperature, inputs, sizes)
+        without = block_sums_without(subtracted, p, row, context.temperature, inputs, sizes)
         if tl.sum(without, 0) > 0:
             block_sums = without
         else:

@@ -51,7 +51,7 @@ from specdecode.kernels.values import INFINITY, RowContext
 
 @triton.jit
 def locate_in_grid(inputs, sizes, config):
-    """Return a program's chunk of a row, its request and its offset."""
+    """Return a program's chunk (its share of a row's blocks), its request and its offset."""
     if config.FLAT:
         chunk = tl.program_id(0) % config.chunks
         request = tl.program_id(0) // config.chunks % sizes.batch
@@ -65,7 +65,7 @@ def locate_in_grid(inputs, sizes, config):
 
 @triton.jit
 def load_row_blocks(rows, row, first, wanted, BLOCKS: tl.constexpr):
-    """Return the stored logits of `BLOCKS` consecutive blocks of a row, each loaded by one warp, 16 bytes a thread."""
+    """Return the stored logits of `BLOCKS` consecutive blocks of a row; a warp loads a block, 16 bytes a thread."""
     PAIRS: tl.constexpr = rows.ALIGNED and rows.ptr.dtype.element_ty == tl.bfloat16
     BLOCK_N: tl.constexpr = WARP_BITS // rows.ptr.dtype.element_ty.primitive_bitwidth
     return load_stored_blocks(row, first + tl.arange(0, BLOCKS), wanted, PAIRS, BLOCK_N)
@@ -73,7 +73,10 @@ def load_row_blocks(rows, row, first, wanted, BLOCKS: tl.constexpr):
 
 @triton.jit
 def store_adjusted(pointer, maxima_ptr, stored, row, first, temperature, sizes, config):
-    """Store the statistics of a program's blocks of a row with adjustments, given their parts as stored."""
+    """Store the statistics of a program's blocks of an adjusted row, given the blocks as stored, in parts.
+
+    Blocks that no adjustment can change are not adjusted.
+    """
     span = first * BLOCK_SIZE, tl.minimum((first + config.BLOCKS) * BLOCK_SIZE, row.vocab_size) - 1
     if may_change(row.adjustments, span):
         BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
@@ -87,8 +90,9 @@ def store_adjusted(pointer, maxima_ptr, stored, row, first, temperature, sizes, 
 def summarise(chunk, context, logsumexp, inputs, workspace, sizes, config):
     """Store the statistics of a program's blocks of a target row, and of the draft row at the same offset if it is needed.
 
-    Draft rows are read where the context has a draft; it is None without draft rows, and if `logsumexp` was given. Then a
-    draft row is read only if its logsumexp is too imprecise to use.
+    The context's token is None (at compile time) if there are no draft rows, or if `logsumexp` is given. With a token, the
+    draft row is read if the token is a draft and the request is not greedy. With `logsumexp`, it is read if this number is
+    too imprecise to use.
     """
     request, offset, token, _, temperature = context
     row = whole_target_row_at(request, offset, inputs, sizes)
@@ -110,7 +114,7 @@ def summarise(chunk, context, logsumexp, inputs, workspace, sizes, config):
         target = load_row_blocks(inputs.target, row, first, True, config.BLOCKS)
         if token is not None:  # the loads of both rows are in flight at once
             has_blocks = reads_draft
-            if workspace.draft_ids_ptr is not None:
+            if workspace.draft_id_of_token_ptr is not None:  # the draft's vocabulary may end before the target's
                 has_blocks = reads_draft & (first * BLOCK_SIZE < draft_row.vocab_size)
             draft = load_row_blocks(inputs.draft, draft_row, first, has_blocks, config.BLOCKS)
         if config.ADMITS_LATE:
@@ -139,12 +143,12 @@ def summarise(chunk, context, logsumexp, inputs, workspace, sizes, config):
                     config.BLOCKS,
                     config.INTEGER_MAX,
                 )
-            elif workspace.draft_ids_ptr is not None:
+            elif workspace.draft_id_of_token_ptr is not None:
                 if reads_draft:  # a draft row has empty blocks up to the target's last one
                     nothing = tl.zeros([config.BLOCKS], tl.float32)
                     store_pairs(draft_pointer, nothing - INFINITY, nothing, first, sizes, config.BLOCKS)
     if logsumexp is not None:
-        if is_trusted(logsumexp) == 0:  # rarely
+        if is_trusted(logsumexp) == 0:  # rare, so maxima are computed on floats, which takes fewer registers
             if (load_draft_ids(inputs.drafts, request, offset, sizes) >= 0) & (temperature > 0):
                 for tile in range(config.tiles):
                     first = (chunk * config.tiles + tile) * config.BLOCKS
@@ -156,12 +160,12 @@ def summarise(chunk, context, logsumexp, inputs, workspace, sizes, config):
 
 @triton.jit
 def may_matter(request, offset, inputs, workspace, sizes, DECIDES: tl.constexpr):
-    """Return whether a row beyond a request's first may still matter, given the known rejections."""
+    """Return whether the row at an offset > 0 may still matter, given the rejections published so far."""
     if inputs.packing.row_starts_ptr is not None:
         # No id is loaded: rows after an invalid id are rare; reading them is wasted work.
         matters = offset <= request.num_drafts
     else:
-        # Only the draft before is loaded: to count the drafts in every program was slower.
+        # Only the previous draft is loaded: counting the drafts in every program was slower.
         matters = load_draft_ids(inputs.drafts, request, offset - 1, sizes) >= 0
     if DECIDES:
         matters &= offset <= peek_first_rejected(workspace.state_ptr, request, sizes)
@@ -170,7 +174,7 @@ def may_matter(request, offset, inputs, workspace, sizes, DECIDES: tl.constexpr)
 
 @triton.jit
 def decide(request, offset, token, temperature, inputs, workspace, sizes, policy):
-    """Decide about the draft at an offset whose rows have been read, and publish the decision."""
+    """Decide about the draft at an offset, after all programs have read its rows, and publish the decision."""
     accepted = tl.full([], False, tl.int1)
     if token >= 0:
         context = RowContext(request, offset, token, load_key(inputs.requests, request), temperature)
@@ -188,14 +192,17 @@ def decide(request, offset, token, temperature, inputs, workspace, sizes, policy
 
 @triton.jit
 def read_kernel(inputs, workspace, sizes, config, policy):
-    """Store the statistics of `tiles` times `BLOCKS` blocks at one offset of one request."""
+    """Store the statistics of `tiles` times `BLOCKS` blocks at one offset of one request.
+
+    With `policy.DECIDE`, the last program to finish a row also decides about its draft.
+    """
     DECIDES: tl.constexpr = policy.DECIDE is not None
     HAS_LOGSUMEXP: tl.constexpr = inputs.drafts.logsumexp_ptr is not None
     READS_DRAFT: tl.constexpr = inputs.draft.ptr is not None and not HAS_LOGSUMEXP
     if not config.ADMITS_LATE:
         admit_next_launch(config.OVERLAPS)
     chunk, request, offset = locate_in_grid(inputs, sizes, config)
-    # Loaded before it is known whether the row matters.
+    # These loads overlap with the test whether the row matters.
     token = load_draft_ids(inputs.drafts, request, offset, sizes) if READS_DRAFT else None
     logsumexp = None
     if HAS_LOGSUMEXP:
@@ -206,12 +213,12 @@ def read_kernel(inputs, workspace, sizes, config, policy):
         if offset > 0:
             matters = may_matter(request, offset, inputs, workspace, sizes, DECIDES)
         elif not DECIDES:
-            if chunk == 0:
+            if chunk == 0:  # for the launches that follow; with DECIDES the state was zeroed before this launch
                 clear_state(workspace.state_ptr, request)
     if matters:
         context = RowContext(request, offset, token, None, temperature)
         summarise(chunk, context, logsumexp, inputs, workspace, sizes, config)
-        if workspace.draft_ids_ptr is not None:  # the map must be complete when the next launch starts
+        if workspace.draft_id_of_token_ptr is not None:  # the map must be complete when the next launch starts
             await_launch(config.OVERLAPS)
         if DECIDES:
             if offset < sizes.num_draft_tokens:

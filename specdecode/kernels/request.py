@@ -1,11 +1,11 @@
-"""Loads of a request's values in Triton: the indices of its rows, temperature, key, drafts, limits.
+"""Load a request's values in Triton: its row and slot, temperature, seed and position, drafts, and limits.
 
 A call that is not packed has all values at the request's own index. In a packed call, every program first loads three
 integers: the request's entry of `row_starts`, the next entry, and its entry of `slots`.
 
-These integers are unchecked. A request is valid if it has rows, no more than allowed and within the tensor, and its slot
-exists. Any other request gets no drafts and a row of no tokens. As a row of NaN, this row has no finite logit, so the
-request emits token 0 and is marked invalid. None of its memory is read.
+These integers are unchecked. A request is valid if it has 1 to num_draft_tokens + 1 rows, all inside the tensor, and a slot
+that exists. An invalid request gets no drafts and one row with vocabulary size 0: nothing is read for it, the row has no
+finite logit, and the request emits token 0 and is marked invalid.
 
 Values of other tensors are unchecked, too: they are made harmless here when they are loaded.
 """
@@ -17,7 +17,7 @@ from specdecode.kernels.rows import SMALLEST
 from specdecode.kernels.values import RequestIndex, RowContext
 
 TILE = tl.constexpr(32)
-"""Draft ids that are loaded at once."""
+"""The number of draft ids that are loaded at once."""
 
 LARGEST_TEMPERATURE = tl.constexpr(2.0**126)
 """The largest T that is used: beyond it 1 / T would be denormal, which a GPU treats as 0. Only logits of 1e34 and more
@@ -29,12 +29,12 @@ LARGEST_LOGSUMEXP = tl.constexpr(256.0)
 
 @triton.jit
 def locate(index, packing, sizes):
-    """Return a request, given its index (int64)."""
+    """Return the `RequestIndex` of a request, given its index in the batch (int64)."""
     row, slot, num_drafts, vocab_size = index, index, sizes.num_draft_tokens, sizes.vocab_size
     if packing.row_starts_ptr is not None:
         row = tl.load(packing.row_starts_ptr + index).to(tl.int64)
         end = row + 1
-        if not packing.IS_ROUND:
+        if not packing.IS_ROUND:  # in a round of a tree a request has one row
             end = tl.load(packing.row_starts_ptr + index + 1).to(tl.int64)
         is_valid = (row >= 0) & (row < end) & (end <= packing.num_rows) & (end - row <= sizes.num_draft_tokens + 1)
         if packing.slots_ptr is not None:
@@ -49,7 +49,7 @@ def locate(index, packing, sizes):
 
 @triton.jit
 def locate_program(programs, packing, sizes):
-    """Return a program's request and its offset, in a grid of `programs` programs for each request."""
+    """Return a program's request, and its offset there, in a grid of `programs` programs (one for each offset) a request."""
     return locate((tl.program_id(0) // programs).to(tl.int64), packing, sizes), tl.program_id(0) % programs
 
 
@@ -71,8 +71,10 @@ def load_key(requests, request):
     index = request.index
     slot = index if requests.SEEDS_BY_REQUEST else request.slot
     seed = requests.first_seed + index if requests.seeds_ptr is None else tl.load(requests.seeds_ptr + slot)
+    # index * 0 is an int64 zero.
     position = index * 0 if requests.positions_ptr is None else tl.load(requests.positions_ptr + index)
     if requests.row_positions_ptr is not None:
+        # A row's position belongs to the token that the model read there; the draft that it judges is one further.
         has_rows = request.vocab_size > 0
         position = tl.load(requests.row_positions_ptr + request.row, mask=has_rows, other=0) + 1
     return seed, position
@@ -92,9 +94,10 @@ def load_draft_ids(drafts, request, offsets, sizes):
 
 @triton.jit
 def count_drafts(drafts, request, sizes):
-    """Return the number of drafts of a request, and the first `TILE` ids."""
+    """Return the number of drafts of a request before its first -1, and the first `TILE` ids."""
     offsets = tl.arange(0, TILE)
     first_ids = load_draft_ids(drafts, request, offsets, sizes)
+    # A tensor even if num_draft_tokens is a constant, because the loop changes it.
     ids, num_drafts = first_ids, tl.full([], 0, tl.int32) + sizes.num_draft_tokens
     for start in range(0, sizes.num_draft_tokens, TILE):
         if start > 0:
@@ -121,7 +124,7 @@ def with_draft(context, offset, token):
 
 @triton.jit
 def load_logsumexp(drafts, request, offset, wanted):
-    """Return the given logsumexp of a draft row."""
+    """Return a draft row's logsumexp as the caller gave it; 0 if it is not wanted."""
     index = request.slot * drafts.logsumexp_stride_request + offset * drafts.logsumexp_stride_offset
     return tl.load(drafts.logsumexp_ptr + index, mask=wanted, other=0.0)
 
@@ -154,13 +157,14 @@ def load_limits(limits, request, sizes):
     if limits.min_p_ptr is not None:
         min_p = tl.load(limits.min_p_ptr + request.slot).to(tl.float32)
     top_k = tl.where(top_k > 0, tl.minimum(top_k, sizes.vocab_size), sizes.vocab_size).to(tl.int32)
+    # 2 keeps all tokens, however their sum is rounded; also for NaN.
     top_p = tl.where(top_p < 1, tl.maximum(top_p, 0.0), 2.0)
     return top_k, top_p, tl.where(min_p > 0, tl.minimum(min_p, 1.0), 0.0)
 
 
 @triton.jit
 def load_draft_limits(inputs, request, sizes):
-    """Return (top_k, top_p, min_p) of a request's drafts; top_k >= the draft's vocabulary size keeps all tokens."""
+    """Return (top_k, top_p, min_p) of a request's drafts; top_k is the target's vocabulary size if it keeps all tokens."""
     top_k, top_p, min_p = load_limits(inputs.draft_limits, request, sizes)
     if inputs.draft_vocabulary.ids_ptr is not None:
         top_k = tl.where(top_k < inputs.draft_vocabulary.size, top_k, sizes.vocab_size)

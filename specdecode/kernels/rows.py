@@ -94,7 +94,7 @@ def with_cutoff(row, workspace, index, sizes):
     else:
         pointer = workspace.cutoffs_ptr + index * 2
         cutoff = Cutoff(tl.load(pointer), tl.load(pointer + 1).to(tl.int32, bitcast=True))
-        return Row(row.ptr, row.stride_token, row.vocab_size, cutoff, row.draft_ids, row.adjustments)
+        return Row(row.ptr, row.stride_token, row.vocab_size, cutoff, row.draft_id_of_token, row.adjustments)
 
 
 @triton.jit
@@ -130,8 +130,8 @@ def load_raw(row, token_ids, wanted):
 
     Adjusted logits and logits of a row with a cutoff are float32; beyond the cutoff they are -inf.
     """
-    if exists(row.draft_ids):
-        token_ids, wanted = draft_ids_of(row.draft_ids, token_ids, wanted), True
+    if exists(row.draft_id_of_token):
+        token_ids, wanted = draft_ids_of(row.draft_id_of_token, token_ids, wanted), True
     pointers = row.ptr + token_ids * row.stride_token
     inside = tl.where(wanted, token_ids < row.vocab_size, False)
     logits = tl.load(pointers, mask=inside, other=-INFINITY)
@@ -162,8 +162,8 @@ def load_logits(row, token_ids, wanted):
 @triton.jit
 def load_logit(row, token, wanted):
     """Return the logit of one token < vocab_size as float32, -inf for NaN; undefined for a negative or unwanted token."""
-    if exists(row.draft_ids):
-        token = draft_ids_of(row.draft_ids, token, wanted)
+    if exists(row.draft_id_of_token):
+        token = draft_ids_of(row.draft_id_of_token, token, wanted)
         wanted = token < row.vocab_size
     is_there = wanted
     wanted &= token >= 0
@@ -176,7 +176,7 @@ def load_logit(row, token, wanted):
     if exists(row.cutoff):
         logit = tl.where(wanted, up_to_cutoff(logit, token, row.cutoff), logit)
     logit = tl.where(logit == logit, logit, -INFINITY)
-    if exists(row.draft_ids):
+    if exists(row.draft_id_of_token):
         logit = tl.where(is_there, logit, -INFINITY)
     return logit
 

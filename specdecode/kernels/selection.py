@@ -24,7 +24,7 @@ from specdecode.kernels.values import Noise
 
 @triton.jit
 def noise_at(context, requests, sizes):
-    """Return the random numbers of a row that do not depend on logits."""
+    """Return a row's random numbers; the numbers of tokens are drawn once their block is known."""
     exponentials = exponential(context.key, context.offset, tl.arange(0, sizes.MAX_BLOCKS), requests.block_domain)
     return Noise(accept_uniform(context.key, context.offset), exponentials)
 

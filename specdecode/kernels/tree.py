@@ -19,7 +19,7 @@ from specdecode.kernels.call import verify
 from specdecode.kernels.launch import compile_ahead
 
 LOGITS_A_ROUND = {"whole": 16_000_000, "narrow": 30_000_000, "wide": 110_000_000}
-"""The most logits, for each round that it saves, that are read at once in place of rounds, by the kind of rows.
+"""The most logits that are read at once, for each round that this saves, by the kind of rows.
 
 With top-p alone, rows may be wide: a round then waits for the row with the longest search.
 """

@@ -18,7 +18,9 @@ class Row(NamedTuple):
     stride_token: Any
     vocab_size: Any
     cutoff: Any  # `Cutoff`: logits beyond it are read as -inf
-    draft_ids: Any  # `DraftIds` of a draft row over its own vocabulary that is read by the target's tokens
+    draft_id_of_token: (
+        Any  # `DraftIdOfToken` of a draft row over its own vocabulary that is read by the target's tokens
+    )
     adjustments: Any  # `RowAdjustments` of a target row, or ()
 
 
@@ -29,7 +31,7 @@ class Cutoff(NamedTuple):
     token: Any
 
 
-class DraftIds(NamedTuple):
+class DraftIdOfToken(NamedTuple):
     """The draft's id of each token of the target, see `vocabulary`."""
 
     ptr: Any

@@ -30,7 +30,10 @@ WORDS = ["a", "b", "ab", " c", "ca", "d", "bd", "<s>"]
 
 
 def word_tokenizer():
-    """Return a tokenizer whose token i decodes to WORDS[i]. The tokens of letters after them are for transformers."""
+    """Return a tokenizer whose token i decodes to WORDS[i].
+
+    With the letters after them "abcdef" can be encoded, as transformers does to read a tokenizer's vocabulary.
+    """
     model = tokenizers.models.BPE({word: i for i, word in enumerate([*WORDS, "c", "e", "f"])}, [])
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.decoder = tokenizers.decoders.Fuse()
@@ -62,7 +65,7 @@ NO_STOP = {"None": None, "-1": -1, "-1 in a list": [-1], "beyond the vocabulary"
 
 class TestStopTokens:
     @pytest.mark.parametrize("spelling", ONE_STOP | NO_STOP)
-    def test_of_a_config_end_texts_where_those_of_transformers_end(self, spelling):
+    def test_of_the_config_end_texts_as_in_transformers(self, spelling):
         target = with_config(TARGETS["llama"], eos_token_id=(ONE_STOP | NO_STOP)[spelling], pad_token_id=0)
         (ids, mask), new, steps = padded([[7, 1, 0], [2]]), 8, []
         expected = target.generate(ids.clamp(min=0), attention_mask=mask, do_sample=False, max_new_tokens=new)
@@ -76,7 +79,7 @@ class TestStopTokens:
             assert torch.equal(generate(target, draft, ids, mask, method="strict", **options).sequences, sampled)
         assert all(0 <= token < VOCAB for step in steps for token in step.token_ids)
 
-    def test_a_stop_token_that_is_none_leaves_stop_strings_and_least_lengths_alone(self):
+    def test_minus_1_as_a_stop_token_has_no_effect_on_stop_strings_and_minimum_lengths(self):
         fields = {"min_new_tokens": 5, "bad_words_ids": [[4], [7]]}
         options = {"stop_strings": ["da", "bb"], "tokenizer": TOKENIZER, "temperature": 0}
         for stop in (7, None):
@@ -87,11 +90,10 @@ class TestStopTokens:
 
     @pytest.mark.parametrize("field", ["eos_token_id", "pad_token_id"])
     @pytest.mark.parametrize("value", ["5", 2.5, float("nan"), [5, None], {"a": 5}])
-    def test_what_is_no_id_is_named(self, field, value):
+    def test_errors_name_the_field_of_the_config(self, field, value):
         target = with_config(TARGETS["llama"])
-        setattr(
-            target.generation_config, field, value
-        )  # a file may have it, but transformers' class does not accept it
+        # A config file may have such a value, but transformers' class does not accept it as an argument.
+        setattr(target.generation_config, field, value)
         with pytest.raises(TypeError, match=rf"^generation_config: expected {field} to be an int"):
             ragged(target, None)
 
@@ -101,7 +103,7 @@ class TestPadding:
         ("pad", "expected"),
         [(None, 5), (-1, 5), (6, 6), (np.int64(6), 6), (torch.tensor(6), 6), (torch.tensor([6]), 6), (6.0, 6)],
     )
-    def test_is_the_token_of_the_config_or_else_the_stop_token(self, pad, expected):
+    def test_is_the_configs_padding_token_or_without_one_the_stop_token(self, pad, expected):
         for eos in (5, [-1, 5]):
             output = ragged(with_config(TARGETS["llama"], eos_token_id=eos, pad_token_id=pad), PromptLookup())
             padding = output.token_kinds == -1
@@ -144,7 +146,10 @@ class TestStopStrings:
                     before, after = spelled(text[: len(prompt) + n - 1]), spelled(text[: len(prompt) + n])
                     # A string is complete only if it ends within the characters of the last token.
                     complete = any(stop in after[max(0, len(before) - len(stop) + 1) :] for stop in stops)
-                    assert complete == (n == new and new < NEW) or (complete and n == new)
+                    if n < new:
+                        assert not complete
+                    else:
+                        assert complete or new == NEW
                 ended += new < NEW
                 assert method != "strict" or longer[: len(text)] == text
         assert ended > 5
@@ -230,14 +235,14 @@ class TestStopStrings:
             (TypeError, "^tokenizer: expected a tokenizer", {"stop_strings": "a", "tokenizer": "gpt2"}),
         ],
     )
-    def test_what_is_wrong_is_named(self, error, message, options):
+    def test_errors_name_the_argument(self, error, message, options):
         with pytest.raises(error, match=message):
             ragged(TARGETS["llama"], None, **options)
 
 
 class TestStatistics:
     @pytest.mark.parametrize("method", ["strict", "probabilistic", "block", "synthetic"])
-    def test_the_acceptance_length_is_that_of_the_tokens_that_are_kept(self, method):
+    def test_the_acceptance_length_counts_kept_tokens_only(self, method):
         target, steps = TARGETS["llama"], []
         if method == "synthetic":
             method = RejectionSampler("synthetic", schedule=AcceptanceSchedule.from_mean_rate(0.8, num_draft_tokens=4))

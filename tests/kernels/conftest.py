@@ -1,4 +1,4 @@
-"""The kernels' tests: without a GPU in Triton's interpreter, which computes with NumPy; without Triton they are skipped."""
+"""Skip the tests of the kernels without Triton, and hide NumPy's warnings, which come from Triton's interpreter."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ collect_ignore_glob = [] if HAS_TRITON else ["*.py"]
 
 
 def pytest_collection_modifyitems(items):
-    # NumPy warns about what the kernels handle: infinities, NaN, overflow.
+    # The interpreter computes with NumPy, which warns about infinities, NaN and overflow; kernels handle these.
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))

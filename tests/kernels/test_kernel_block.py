@@ -134,9 +134,9 @@ def test_the_list_names_the_residuals_whose_sum_is_wanted_and_no_others(large):
     wanted = (decision == OPEN) & (offsets > accepted)
     if not large:
         wanted |= (offsets == accepted) & (offsets < 4)
-    listed = planned.parts["listed"].view(-1, residual.LIST_FIELDS.value)[: planned.parts["state"][0]].tolist()
-    assert sorted(listed) == [[request, request, request, offset] for request, offset in np.argwhere(wanted).tolist()]
-    assert len(listed) > 0
+    queued = planned.parts["queue"].view(-1, residual.QUEUE_FIELDS.value)[: planned.parts["state"][0]].tolist()
+    assert sorted(queued) == [[request, request, request, offset] for request, offset in np.argwhere(wanted).tolist()]
+    assert len(queued) > 0
 
 
 @pytest.mark.parametrize("large", [True, False])

@@ -26,7 +26,7 @@ def test_the_parts_of_the_workspace_do_not_overlap_and_are_as_long_as_they_are_s
         "state": requests * (first_rejected.FIELDS.value + drafts + 1),
         "statistics": requests * (2 * drafts + 1) * 2 * blocks,
         "terms": requests * (drafts + 1) * block.TERMS.value,
-        "listed": requests * drafts * residual.LIST_FIELDS.value,
+        "queue": requests * drafts * residual.QUEUE_FIELDS.value,
         "residual_sums": requests * drafts * blocks,
     }
     workspace = torch.zeros(planned.values["length"], dtype=torch.int32, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Draft vocabularies in the kernels: invalid ids, the map from tokens to ids, plans by the width of rows."""
+"""Draft vocabularies in the kernels: invalid ids, the map from tokens to draft ids, plans by the width of rows."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,7 +24,7 @@ from tests.support.oracle import assert_equals_oracle
 
 
 def narrow(batch: Case, size: int, seed: int = 0) -> tuple[Case, Tensor]:
-    """Return the batch with draft rows over some of the target's tokens in any order; some drafts are other tokens."""
+    """Return the batch with draft rows over `size` random tokens, and these tokens; some drafts are not among them."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randperm(batch.target_logits.shape[2], generator=generator)[:size]
     rows = batch.draft_logits[..., ids].contiguous()
@@ -40,7 +40,7 @@ def call_of(batch: Case, ids: Tensor, **options: Any) -> dict[str, Any]:
 
 
 def hostile(size: int, vocab: int, drafts: int) -> tuple[Case, Tensor]:
-    """Return a batch with some rows that are point masses, or empty, and many invalid or repeated ids.
+    """Return a batch with point masses and rows without a finite logit, and ids, many of them invalid or repeated.
 
     Many draft logits are equal, so that truncation depends on the order of ids.
     """
@@ -70,15 +70,15 @@ def hostile(size: int, vocab: int, drafts: int) -> tuple[Case, Tensor]:
     ],
     ids=str,
 )
-def test_ids_that_are_no_tokens_or_were_there_before_count_as_eager_has_it(method, options, way):
+def test_invalid_and_repeated_ids_give_the_output_of_the_eager_backend(method, options, way):
     batch, ids = hostile(1030, 1100, drafts=1 if options else 2)
-    if options and not ON_GPU:  # half of them, each of whose rows takes long
+    if options and not ON_GPU:  # every second request: truncated rows take long in the interpreter
         batch = replace(batch, **{name: value[::2] for name, value in vars(batch).items()})
     with ExitStack() as stack:
         stack.enter_context(like_a_device())  # skip the check of values, which on the CPU would refuse the ids
         want = RejectionSampler(method, backend="eager")(**call_of(batch, ids, **options))
         if not ON_GPU:
-            stack.enter_context(reads_and_writes_inside())  # of a GPU, a sanitizer does
+            stack.enter_context(reads_and_writes_inside())  # on a GPU, compute-sanitizer checks this
         with computing(way):
             got = RejectionSampler(method, backend="triton")(**on(DEVICE, call_of(batch, ids, **options)))
     for name, one, other in zip(got._fields, got[:4], want):
@@ -89,7 +89,7 @@ def test_ids_that_are_no_tokens_or_were_there_before_count_as_eager_has_it(metho
 @pytest.mark.parametrize(
     ("method", "way"), [("probabilistic", "triton large"), ("block", "triton few"), ("synthetic", "triton few")]
 )
-def test_a_draft_row_has_nothing_in_the_blocks_beyond_its_own_vocabulary(method, way):
+def test_a_draft_row_has_empty_statistics_in_blocks_beyond_its_own_vocabulary(method, way):
     """Most programs read no draft token: they must store empty statistics, or old memory would count."""
     batch, ids = narrow(case(3, 1 + (method == "block"), 4200, torch.bfloat16, greedy=0, seed=4), 37)
     call = on(DEVICE, call_of(batch, ids))
@@ -98,13 +98,13 @@ def test_a_draft_row_has_nothing_in_the_blocks_beyond_its_own_vocabulary(method,
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_places_are_those_of_the_first_ids(dtype):
-    """With more tokens than a program has, and more ids than it compares at once; many ids are invalid or repeated."""
+def test_the_map_has_the_first_draft_id_of_each_token(dtype):
+    """There are more tokens than a program maps, and more ids than it compares at once; many are invalid or repeated."""
     vocab, size = 2 * SPAN.value + 5000, IDS.value + 4000
     ids = torch.randint(-500, vocab + 500, (size,), generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
     target, draft = (torch.zeros(1, rows, width, device=DEVICE) for rows, width in ((2, vocab), (1, size)))
-    numbers = 1.0, 0, None
-    batch = VerificationBatch(target, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), draft, None, *numbers)
+    drafts = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    batch = VerificationBatch(target, drafts, draft, None, temperature=1.0, seeds=0, positions=None)
     calls: list = []
     with mock.patch.object(Plan, "run", lambda plan, *values: calls.append((plan, *values))):
         kernels.verify("probabilistic", batch._replace(draft_vocab_ids=ids))
@@ -113,11 +113,11 @@ def test_places_are_those_of_the_first_ids(dtype):
     run(plan.launches[:1], {**tensors, **parts}, others, plan)
     want = target_to_draft(ids, vocab)
     assert 0 < (want < 0).sum() < vocab
-    assert torch.equal(parts["draft_ids"], want.where(want >= 0, NO_ID.value).int())
+    assert torch.equal(parts["draft_id_of_token"], want.where(want >= 0, NO_ID.value).int())
 
 
-def test_the_width_of_draft_rows_is_part_of_what_a_plan_is_found_by():
-    """Two calls whose rows have the same strides in one wide buffer, and differ only in width."""
+def test_draft_rows_of_different_widths_have_different_plans():
+    """The rows of two calls lie in one wide buffer with equal strides, and differ only in width."""
     batch, ids = narrow(case(3, 1, 1100, torch.float32, greedy=0, seed=3), 1040)
     for width in (37, 1040):
         few = replace(batch, draft_logits=batch.draft_logits[..., :width])

@@ -1,4 +1,4 @@
-"""Check in the interpreter that kernels load and store inside their tensors. On a GPU a sanitizer does."""
+"""Check in the interpreter that kernels load and store inside their tensors. On a GPU, compute-sanitizer checks this."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 MARGIN = 1 << 14
-"""Elements on either side of a tensor that is `apart`."""
+"""The number of unused elements on either side of a tensor, see `apart`."""
 
 
 def ranges_of(values: dict[str, Any]) -> Iterator[tuple[int, int]]:
@@ -40,8 +40,9 @@ def inside(values: dict[str, Any]) -> Iterator[None]:
             first, last = addresses.min(), addresses.max()
             # Nearly always all addresses are in one tensor.
             if not any(low <= first and last <= high for low, high in ranges):
-                at = np.searchsorted(ranges[:, 0], addresses, side="right") - 1
-                assert ((at >= 0) & (addresses <= ranges[at, 1])).all(), "outside every tensor"
+                # For each address, the index of the last tensor that begins at or before it; -1 for none.
+                index = np.searchsorted(ranges[:, 0], addresses, side="right") - 1
+                assert ((index >= 0) & (addresses <= ranges[index, 1])).all(), "outside every tensor"
 
     def checked_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
         check(pointers, mask)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode import AcceptanceSchedule, RejectionSampler, Sampling
+from specdecode import AcceptanceSchedule, RejectionSampler, Sampling, VocabShard
 from tests.support.differential import Case
 
 NAN = float("nan")
@@ -65,5 +65,6 @@ def in_slots(value: Any, slots: Tensor, num_slots: int) -> Any:
     return by_slot
 
 
-def sampler_of(method: str, backend: str = "eager") -> RejectionSampler:
-    return RejectionSampler(method, backend=backend, schedule=SCHEDULE if method == "synthetic" else None)
+def sampler_of(method: str, shard: VocabShard | None = None, backend: str = "auto") -> RejectionSampler:
+    schedule = SCHEDULE if method == "synthetic" else None
+    return RejectionSampler(method, backend=backend, schedule=schedule, shard=shard)

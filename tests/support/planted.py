@@ -1,4 +1,4 @@
-"""Right verifiers, and verifiers with the known mistakes."""
+"""Right verifiers, and verifiers with the known mistakes, to test the checker."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from specdecode.checking.verifiers import BLOCKS, STRICT, TOKENS, Drafter, Step,
 
 @dataclass(frozen=True)
 class Minus1(Verifier):
-    """Reads -1 as the last token's index, as NumPy does."""
+    """A verifier that reads draft -1 as the last token, as NumPy indexing does."""
 
     def __call__(self, target_logits, draft_token_ids, *others, **options):
         token_ids = super().__call__(target_logits, draft_token_ids % target_logits.shape[2], *others, **options)
-        accepted = token_ids[:, 1:] != -1
+        accepted = token_ids[:, 1:] != -1  # a token follows it; accepted drafts keep their given ids, -1 included
         return np.column_stack([np.where(accepted, draft_token_ids, token_ids[:, :-1]), token_ids[:, -1]])
 
 
 @dataclass(frozen=True)
 class Walk:
-    """Draws the target's own token at each node, and follows the child that equals it."""
+    """A tree verifier that draws the target's own token at each node and follows the child that equals it."""
 
     offset: Callable[[int, int], int] = lambda node, depth: depth
-    """The distance of a token's noise from the step's position."""
+    """The offset of a node's noise from the step's position, given the node and its depth."""
 
     def __call__(self, target_logits, token_ids, parents, *, temperature=1.0, seeds, positions):
         depth, p = depths(parents.tolist()), softmax(target_logits, temperature)
@@ -46,19 +46,19 @@ class Walk:
 
 
 class AtPositions(Step):
-    """Each position has random numbers of its own, whatever step has it."""
+    """A step whose random numbers depend on the absolute position: the next step has some of them again."""
 
     def uniform(self, offset, use):
         return hashed(self.seeds, self.positions + offset, 0, use)
 
 
 def of_position_k(step, weights, accepted):
-    """Draw with the number that would accept a draft at position K."""
+    """Draw with the accept number of offset K, beyond the drafts: the next step accepts a draft by the same number."""
     return pick(weights, step.uniform(step.num_drafts, Use.ACCEPT))
 
 
 def overflowing(logits, temperature):
-    """Leave the row's maximum in the exponential; what float32 makes of it."""
+    """Return softmax(logits / T), computed in float32 without subtracting the row's maximum; NaN becomes 0."""
     if temperature == 0:
         return softmax(logits, 0)
     with np.errstate(all="ignore"):
@@ -67,7 +67,7 @@ def overflowing(logits, temperature):
 
 
 def keyed(seeds, positions):
-    """A right verifier with other seeds and positions: each a function of the request's own."""
+    """Return a right verifier whose seeds and positions are replaced by functions of both."""
     return Verifier(
         changes=lambda step: step._replace(
             seeds=seeds(step.seeds, step.positions), positions=positions(step.seeds, step.positions)
@@ -86,8 +86,7 @@ PLANTED = {
     "tree_noise_by_node": Walk(offset=lambda node, depth: node),
     "minus_1_is_an_index": Minus1(),
 }
-"""Other mistakes that an error shows are made by the verifiers of `test_checking_errors` and `readers`."""
-
+"""Verifiers of mistakes that have none in `MISTAKES`; `test_checking_errors` and `readers` have those whose call fails."""
 
 RIGHT = {
     "tokens": (TOKENS, None),
@@ -96,12 +95,14 @@ RIGHT = {
     "strict": (STRICT, None),
     "strict with shared noise": (STRICT, Drafter(use=Use.OWN)),
 }
-RIGHT_TREES = {"rejection": REJECTION, "target-only": TARGET_ONLY, "walk": Walk()}
 """Right verifiers, with their drafters."""
+
+RIGHT_TREES = {"rejection": REJECTION, "target-only": TARGET_ONLY, "walk": Walk()}
+"""Right tree verifiers."""
 
 
 def planted():
-    """Yield (name, verify, draft, tree) of each mistake in each of its forms."""
+    """Yield (name, verify, draft, tree) for every verifier with a known mistake."""
     for name, mistake in MISTAKES.items():
         for verifier in mistake.verifiers:
             yield name, verifier, mistake.drafter, TREE if mistake.of_trees else None

@@ -1,4 +1,4 @@
-"""The built site, built once per process, and a browser that contacts no other host."""
+"""The site, built once per process, served to a browser that contacts no other host."""
 
 import contextlib
 import functools
@@ -66,13 +66,14 @@ def built_site() -> Site:
 
 
 def child_seconds() -> float:
+    """Return the CPU seconds of the child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[Server]:
-    """Serve the site to a browser. A process may have one driver at a time: close this before the next."""
+    """Serve the site to a browser. Leave this context before the next: Playwright allows one driver per process."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = next(filter(None, map(shutil.which, BROWSERS)), None)
     if chromium is None:
@@ -81,10 +82,11 @@ def served(folder: Path) -> Iterator[Server]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as host, playwright.sync_playwright() as driver:
         threading.Thread(target=host.serve_forever, daemon=True).start()
         arguments = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
-        browser = driver.chromium.launch(executable_path=chromium, args=arguments)
-        yield Server(f"http://127.0.0.1:{host.server_port}/", browser)
-        browser.close()
-        host.shutdown()
+        try:
+            with contextlib.closing(driver.chromium.launch(executable_path=chromium, args=arguments)) as browser:
+                yield Server(f"http://127.0.0.1:{host.server_port}/", browser)
+        finally:
+            host.shutdown()
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
@@ -102,20 +104,19 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def opened(server: Server, width: int = 1440) -> Iterator[tuple[Any, list[str]]]:
-    """Open a tab; collect its errors and its requests to other hosts, which the browser does not find.
+    """Open a tab; collect its errors and its requests to other hosts, which fail.
 
-    Blocking them by a route would pass every request through this process, and switch the browser's cache off.
+    The browser's resolver blocks other hosts: a route would pass every request through this process, without cache.
     """
-    context = server.browser.new_context(viewport={"width": width, "height": 800})
     complaints: list[str] = []
 
     def note(request: Any) -> None:
         if not request.url.startswith((server.address, "data:", "blob:")):
             complaints.append(f"asked for {request.url}")
 
-    context.on("request", note)
-    page = context.new_page()
-    page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    yield page, complaints
-    context.close()
+    with contextlib.closing(server.browser.new_context(viewport={"width": width, "height": 800})) as context:
+        context.on("request", note)
+        page = context.new_page()
+        page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        yield page, complaints

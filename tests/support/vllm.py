@@ -37,11 +37,11 @@ class PlainRejectionSampler:
 
 
 class Verifying(DraftVerification, PlainRejectionSampler):
-    pass
+    """The adapter's class over the stand-in."""
 
 
 def mirrored(values, dtype):
-    """Return values by slot, as vLLM keeps them: for the host and for the device."""
+    """Return values by slot as vLLM keeps them, for the device (`gpu`) and for the host (`np`)."""
     tensor = torch.as_tensor(values, dtype=dtype)
     return Namespace(gpu=tensor, np=tensor.numpy())
 
@@ -84,7 +84,10 @@ def numbers_of(slots, *names):
 
 
 class LogitBiasState:
-    """Its lists still have the ids of the requests that were in the slots before; `least_length` is of the text."""
+    """Biases and lists of ids by slot. Entries beyond a request's number are not cleared: they have random ids here.
+
+    The parameter `least_length` counts all tokens of the text, the prompt included.
+    """
 
     def __init__(self, slots, vocab, most=32):
         names = "num_allowed_token_ids", "num_logit_bias", "num_stop_token_ids", "min_lens", "restore_when_all_masked"
@@ -122,7 +125,7 @@ class BadWordsState:
 
 
 class ThinkingBudgetState:
-    """Without lists of ids it is switched off, as in vLLM."""
+    """The thinking budgets by slot; without lists of ids they are switched off, as in vLLM."""
 
     def __init__(self, states, slots, start_ids=(), end_ids=(), forced_ids=()):
         self.req_states, self.enabled = states, bool(start_ids)
@@ -140,7 +143,7 @@ class ThinkingBudgetState:
         return self.enabled and hasattr(params, "thinking_token_budget")
 
     def apply(self, logits, context):
-        """Find the begin and end of thoughts in the committed text, and change no row."""
+        """Record where thinking last began and ended in each request's committed text; `logits` has no rows to change."""
         assert len(logits) == 0
         for slot in context.idx_mapping_np if self.enabled else ():
             if self.thinking_token_budget.np[slot] >= 0:
@@ -202,8 +205,8 @@ class PlainWorker:
         self.mask_stride, self.copy_stream, self.applied = mask_stride, None, []
 
     def apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask):
-        places = [input_batch.req_ids.index(each) for each in grammar_req_ids]
-        mapping = [place * self.mask_stride + offset for place in places for offset in range(self.mask_stride)]
+        indices = [input_batch.req_ids.index(each) for each in grammar_req_ids]
+        mapping = [index * self.mask_stride + offset for index in indices for offset in range(self.mask_stride)]
         self.grammar_bitmask[: len(mapping)] = torch.from_numpy(grammar_bitmask)
         self.logits_indices[: len(mapping)] = torch.tensor(mapping)
         starts, bits = input_batch.cu_num_logits.tolist(), grammar_bitmask[:, :, None] >> np.arange(32) & 1
@@ -219,11 +222,16 @@ Worker = type("StructuredOutputsWorker", (KeptGrammars, PlainWorker), {})
 
 
 def grammar_of(requests, mask_stride, vocab, seed=0, share=0.5):
-    """Return a step's grammars, as vLLM's scheduler sends them: masks of some requests, many rows each."""
-    words = torch.rand(len(requests) * mask_stride, -(-vocab // 32), 32, generator=torch.Generator().manual_seed(seed))
-    bits = (words < share).numpy().astype(np.int64) << np.arange(32)
-    ids = [f"request {place}" for place in requests]
-    return Namespace(structured_output_request_ids=ids, grammar_bitmask=bits.sum(2).astype(np.uint32).view(np.int32))
+    """Return a step's grammar masks as vLLM's scheduler sends them: `mask_stride` rows for each of some requests.
+
+    A row allows each token with probability `share`.
+    """
+    numbers = torch.rand(
+        len(requests) * mask_stride, -(-vocab // 32), 32, generator=torch.Generator().manual_seed(seed)
+    )
+    words = ((numbers < share).numpy().astype(np.int64) << np.arange(32)).sum(2)  # bit v % 32: token v is allowed
+    ids = [f"request {index}" for index in requests]
+    return Namespace(structured_output_request_ids=ids, grammar_bitmask=words.astype(np.uint32).view(np.int32))
 
 
 def processed(states):
@@ -237,7 +245,7 @@ def processed(states):
 
 
 class BareSampler(TokenSampling):
-    """A sampler without added requests: it uses the values in its states' slots."""
+    """A sampler to which no request was added: needs and values are read from the slots of its states."""
 
     known = None
 
@@ -250,8 +258,9 @@ class BareSampler(TokenSampling):
 
 
 def bare_sampler(states, method="strict", kind=BareSampler):
-    kind, slots = type("Sampler", (kind,), {"verifier": RejectionSampler(method)}), len(states.seeds.np)
-    sampler = kind.__new__(kind)
+    """Return a sampler with the given states, made without vLLM's constructor."""
+    with_verifier = type("Sampler", (kind,), {"verifier": RejectionSampler(method)})
+    sampler, slots = with_verifier.__new__(with_verifier), len(states.seeds.np)
     sampler.__dict__ |= {
         "sampling_states": states,
         "noted": np.zeros(slots, dtype=np.uint8),
@@ -264,6 +273,7 @@ def bare_sampler(states, method="strict", kind=BareSampler):
 
 
 def rejection_sampler(method, states, num_draft_tokens, **members):
+    """Return a `Verifying` with the given states, made without vLLM's constructor; `members` replace attributes."""
     result = Verifying.__new__(Verifying)
     result.__dict__ |= {
         "sampler": bare_sampler(states, method),
@@ -300,34 +310,38 @@ def step(drafts, logits, slots, positions):
 
 
 def step_of_rows(row_slots, slots, slots_np, positions, fed, offsets):
-    """Return the part of a step that masks depend on; the rest is empty."""
+    """Return a `StepInputs` with the fields that masks depend on; the other fields are empty."""
     none = fed[:0]
     return StepInputs(none, None, fed, positions, none, slots, slots_np, row_slots, offsets, slots_np, fed)
 
 
 def emitted(token_ids, num_tokens):
+    """Return the emitted tokens of each request as lists."""
     return [row[:count] for row, count in zip(token_ids.tolist(), num_tokens.tolist())]
 
 
 def ragged_case(seed=0, batch=40, slots=64, vocab=50, num_draft_tokens=4, scale=1.0):
-    """Return a step with 0 to K drafts, most of them the argmax, some of them -1; requests in any slots."""
+    """Return (arguments of `_verify`, drafts, logits) of a step with 0 to K drafts a request, in random slots.
+
+    Most drafts are the argmax, some are -1.
+    """
     random = np.random.default_rng(seed)
     logits = torch.tensor(scale * random.normal(size=(batch, num_draft_tokens + 1, vocab)), dtype=torch.bfloat16)
     drafts = []
     for row in logits[:, :-1].argmax(dim=-1).tolist():
         ids = [token if random.random() < 0.7 else int(random.integers(-1, vocab)) for token in row]
         drafts.append(ids[: random.integers(0, num_draft_tokens + 1)])
-    places = random.permutation(slots)[:batch].tolist()
-    return step(drafts, logits, places, random.integers(1, 500, size=batch).tolist()), drafts, logits
+    own_slots = random.permutation(slots)[:batch].tolist()
+    return step(drafts, logits, own_slots, random.integers(1, 500, size=batch).tolist()), drafts, logits
 
 
 def arguments(case):
-    """Return the arguments in the order of vLLM's method, without draft_logits."""
+    """Return the arguments of a case in the order of vLLM's `_verify`, without logits and draft_logits."""
     return [value for name, value in case.items() if name != "logits"]
 
 
 def packed_arguments(method, states, case, draft_logits=None, num_draft_tokens=4):
-    """Return the arguments of the call of the sampler's `packed`."""
+    """Return the arguments with which `_verify` calls the verifier's `packed` for a case."""
     verifier = Mock(method=method, backend="auto")
     verifier.packed.return_value = SamplerOutput(*[torch.zeros(1)] * len(SamplerOutput._fields))
     rejection_sampler(method, states, num_draft_tokens, verifier=verifier)._verify(draft_logits=draft_logits, **case)
@@ -335,7 +349,7 @@ def packed_arguments(method, states, case, draft_logits=None, num_draft_tokens=4
 
 
 def group_of_ranks(monkeypatch, rank, size):
-    """Return a rank's group, as vLLM returns it. It can wait for the other ranks, but exchange nothing."""
+    """Make vLLM return a rank's group, and return the group. Its barrier does not wait, and it exchanges nothing."""
     ranks = Namespace(rank_in_group=rank, world_size=size, barrier=Mock())
     for name in ("vllm", "vllm.distributed"):
         monkeypatch.setitem(sys.modules, name, Namespace(__path__=[]))
@@ -344,6 +358,8 @@ def group_of_ranks(monkeypatch, rank, size):
 
 
 class Clock:
+    """A clock that a test sets."""
+
     now = 100.0
 
     def __call__(self):
@@ -351,6 +367,7 @@ class Clock:
 
 
 def counted_output(accepted, drafted, invalid=None):
+    """Return an output with the given numbers of accepted and drafted tokens of each request."""
     zeros = torch.zeros(len(accepted), dtype=torch.bool)
     counts = [torch.tensor(each, dtype=torch.int32) for each in (accepted, drafted)]
     return SamplerOutput(

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, distributed
 
 from specdecode import RejectionSampler, VocabShard
-from tests.support.sharded_calls import columns, differences, random_call, sampler_of, verified
+from tests.support.packing import sampler_of
+from tests.support.sharded_calls import columns, differences, random_call, verified
 
 VOCABULARIES = (900, 2051, 9008, 151_936)
 

@@ -70,10 +70,10 @@ class Loop:
             draft_cutoff=drafts.cutoff,
         )
 
-    def advance(self, batch: Batch, output: SamplerOutput, draft_ids: Tensor) -> Iterator[Step]:
+    def advance(self, batch: Batch, output: SamplerOutput, draft_token_ids: Tensor) -> Iterator[Step]:
         """Append the emitted tokens to each request, and yield each request's step. This waits for the device."""
         ends = self.stops(batch.tokens, batch.lengths, output.token_ids)
-        columns = (output.invalid, output.token_ids, output.num_draft_tokens, draft_ids, ends)
+        columns = (output.invalid, output.token_ids, output.num_draft_tokens, draft_token_ids, ends)
         for request, invalid, *step in zip(batch.requests, *(column.tolist() for column in columns)):
             if invalid:
                 raise ValueError(

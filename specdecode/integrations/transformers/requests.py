@@ -42,19 +42,20 @@ class Request:
         """The number of tokens so far, prompt included."""
         return self.prompt_length + len(self.token_ids)
 
-    def advance(self, token_ids: list[int], num_drafts: int, draft_ids: list[int], ends: list[bool]) -> Step:
+    def advance(self, token_ids: list[int], num_drafts: int, draft_token_ids: list[int], ends: list[bool]) -> Step:
         """Append the tokens that a step emitted, up to the first token that ends the text.
 
         Args:
             token_ids: the emitted tokens, then -1.
-            num_drafts: the most drafts that could be accepted.
-            draft_ids: the drafts, and -1 where there is none.
+            num_drafts: the number of drafts that the step verified.
+            draft_token_ids: the drafts, and -1 where there is none.
             ends: whether each of `token_ids` ends the text.
         """
         emitted = list(takewhile(lambda token: token >= 0, token_ids))
-        drafted = [token for token in draft_ids if token >= 0]
+        drafted = [token for token in draft_token_ids if token >= 0]
         num_accepted = len(emitted) - 1
-        last = TokenKind.RECOVERED if num_accepted < num_drafts else TokenKind.BONUS if drafted else TokenKind.PLAIN
+        last_of_all = TokenKind.BONUS if drafted else TokenKind.PLAIN
+        last = TokenKind.RECOVERED if num_accepted < num_drafts else last_of_all
         end = next((i + 1 for i, is_end in enumerate(ends) if is_end), None)
         step = Step(self.row, emitted[:end], [*[TokenKind.ACCEPTED] * num_accepted, last][:end], drafted)
         self.token_ids += step.token_ids
@@ -68,13 +69,13 @@ class Batch(NamedTuple):
 
     requests: list[Request]
     tokens: Tensor  # [requests, width] int64, right-aligned
-    lengths: Tensor  # [requests] int64: how many of a row's last columns are its tokens
+    lengths: Tensor  # [requests] int64: the number of tokens in each row, which are its last columns
     sampling: Sampling
     seeds: Tensor  # [requests] int64
 
 
 class Alignment:
-    """The columns that the next step keeps: the columns of unfinished requests, right-aligned again.
+    """The columns of unfinished requests that the next step keeps, right-aligned again.
 
     A row's padding on the left changes from old_width - before to width - after columns. So its new column j is column
     j + (old_width - before) - (width - after) of the old row, in the tokens and in every cache.

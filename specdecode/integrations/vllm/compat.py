@@ -74,7 +74,7 @@ ATTRIBUTES = {
         *("logprobs_mode", "compute_nans", "use_fp64_gumbel", "req_states", "sampling_states", "penalties_state"),
         *("logits_processors", "logprob_token_ids_state", "thinking_budget_state", "trace_replay_state"),
         *("needs_logits_processing", "num_speculative_tokens", "return_sampling_mask", "use_flashinfer"),
-        *("use_xpu_sampler", "needs", "shards_batches", "kinds", "copies", "unknown", "known", "grammar"),
+        *("use_xpu_sampler", "needs", "shards_batches", "compiled_dtypes", "copies", "unknown", "known", "grammar"),
         "reads_grammars",
     },
     "SamplingStates": {
