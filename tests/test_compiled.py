@@ -66,7 +66,10 @@ def test_calls_run_uncompiled_between_the_graphs_of_compiled_code(place, method)
     for seeds in (5, torch.tensor([3, -(2**63), 2**63 - 1, 0], device=place[1])):
         expected = step(**call, seeds=seeds)
         assert_same(compiled(**call, seeds=seeds), expected)
-        num_accepted, num_drafts = expected[4], expected[5]  # fields of `output`, after the three of `drawn`
+        num_accepted, num_drafts = (
+            expected[4],
+            expected[5],
+        )  # `drawn` has three fields, then come `output`'s token_ids and these
         assert 0 < int(num_accepted.sum()) < int(num_drafts.sum())
     assert compiled.operations == {"flatten", "argmax", "mul", "add", "long", "truediv"}  # the step's own
 

@@ -104,7 +104,7 @@ class Adjustments(NamedTuple):
 
     EXIST: Constant  # whether there are any adjustments
     repetition_ptr: Pointer  # [batch] any float, or None: `repetition` for all
-    repetition: Float32  # None: there are no penalties
+    repetition: Float32  # None: there are no penalties of any of the three kinds
     frequency_ptr: Pointer  # as repetition
     frequency: Float32
     presence_ptr: Pointer  # as repetition

@@ -21,16 +21,16 @@ from tests.support.kernels import (
 )
 
 
-def arguments_of(kind: str, batch: Case, of: str | None, options: Any, count: int, **more: Any) -> tuple:
+def arguments_of(kind: str, batch: Case, options: Any) -> tuple:
     """Return the method, the batch and the schedule of a call that requests both lists."""
     method, plain, schedule = checked(kind, batch.to(DEVICE))
     numbers = plain.temperature, plain.seeds, plain.positions
     tensors = plain.target_logits, plain.draft_token_ids, plain.draft_logits, plain.draft_logsumexp, *numbers
-    asked = {"logprobs": of, "top_logprobs": count, "kept_sets": True}
-    return method, verification_batch(*tensors, **on(DEVICE, options), **asked, **more), schedule
+    lists = {"logprobs": "raw", "top_logprobs": 5, "kept_sets": True}
+    return method, verification_batch(*tensors, **on(DEVICE, options), **lists), schedule
 
 
-def made_by(call: Callable[[], Any]) -> list:
+def launches_of(call: Callable[[], Any]) -> list:
     """Return the kernel and the signature of each launch of a call, without running them."""
     with mock.patch.object(Plan, "run", autospec=True) as run:
         call()
@@ -38,21 +38,21 @@ def made_by(call: Callable[[], Any]) -> list:
     return [(each.kernel, Signature(each.kernel.arg_names, each.bundles).key()) for each in launches]
 
 
-def launches_of(arguments: tuple, **way: bool) -> list:
+def verification_launches(arguments: tuple, **way: bool) -> list:
     """Return the kernel and the signature of each launch of a verification."""
-    return made_by(lambda: kernels.verify(*arguments, **way))
+    return launches_of(lambda: kernels.verify(*arguments, **way))
 
 
 @pytest.mark.parametrize("way", [FEW, LARGE])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}], ids=["whole", "truncated"])
 @pytest.mark.parametrize("kind", ["strict", "probabilistic", "block"])
 def test_lists_take_one_more_launch_and_change_no_other(kind, options, way):
-    method, asked, schedule = arguments_of(kind, case(2, 2, 1040, torch.bfloat16), "raw", options, 5)
-    *steps, last = launches_of((method, asked, schedule), **way)
-    assert launches_of((method, asked._replace(top_logprobs=0, kept_sets=False), schedule), **way) == steps
-    assert launches_of((method, asked._replace(top_logprobs=9), schedule), **way) == [*steps, last]
+    method, asked, schedule = arguments_of(kind, case(2, 2, 1040, torch.bfloat16), options)
+    *steps, last = verification_launches((method, asked, schedule), **way)
+    assert verification_launches((method, asked._replace(top_logprobs=0, kept_sets=False), schedule), **way) == steps
+    assert verification_launches((method, asked._replace(top_logprobs=9), schedule), **way) == [*steps, last]
     likeliest, kept = (
-        launches_of((method, asked._replace(**one), schedule), **way)
+        verification_launches((method, asked._replace(**one), schedule), **way)
         for one in ({"kept_sets": False}, {"top_logprobs": 0})
     )
     assert len({likeliest[-1], kept[-1], last}) == 3
@@ -62,7 +62,7 @@ def test_a_warmup_compiles_the_launches_of_calls_with_lists():
     sampler, batch = RejectionSampler("probabilistic", backend="triton"), case(2, 2, 1040, torch.bfloat16).to(DEVICE)
     rows = batch.target_logits, batch.draft_token_ids, batch.draft_logits
     for asked in ({"kept_sets": True}, {"logprobs": "raw", "top_logprobs": 3}):
-        known = made_by(lambda asked=asked: sampler.warmup(*rows, seeds=0, **asked))
+        known = launches_of(lambda asked=asked: sampler.warmup(*rows, seeds=0, **asked))
         for size in (1, 40, 400):
             some = [each[:1].expand(size, *each.shape[1:]) for each in rows]
-            assert set(made_by(lambda some=some, asked=asked: sampler(*some, seeds=0, **asked))) <= set(known)
+            assert set(launches_of(lambda some=some, asked=asked: sampler(*some, seeds=0, **asked))) <= set(known)
