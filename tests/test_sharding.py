@@ -125,8 +125,8 @@ def test_each_rank_verifies_its_share_of_the_requests_and_reads_whole_rows():
 def test_what_a_backend_refuses_is_refused_on_every_rank(ranks_of):
     """A rank without requests refuses too.
 
-    The triton backend takes a `draft_sampling` whose temperature is the call's own tensor only. With a shard, packed calls
-    are padded first, by copies of their tensors; this must not look like another temperature.
+    The backend refuses drafts of another temperature tensor. A packed call with a shard is not refused, though its tensors
+    are copied when it is padded.
     """
     ranks, batch = ranks_of(*THREE), case(2, 1, 900, torch.float32)
     call = vars(batch) | {"top_k": 5, "draft_sampling": Sampling(batch.temperature.clone(), top_k=5)}
@@ -204,9 +204,8 @@ def test_a_captured_call_is_replayed_with_new_inputs(method):
 
 def test_seeds_that_are_not_given_differ_from_call_to_call_and_agree_on_all_ranks(ranks_of):
     ranks, logits = ranks_of(*TWO), torch.zeros(64, 3, 2051)
-    logits[..., [5, 2000]] = (
-        30.0  # each draft is accepted with probability 1/2, so different seeds accept different drafts
-    )
+    # Each draft is accepted with probability 1/2, so different seeds accept different drafts.
+    logits[..., [5, 2000]] = 30.0
     call = {"target_logits": logits, "draft_token_ids": torch.full((64, 2), 5)}
     first, second = (of_ranks(ranks, "probabilistic", call).token_ids for _ in range(2))
     assert not torch.equal(first, second)

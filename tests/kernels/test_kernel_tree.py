@@ -71,7 +71,7 @@ def test_random_calls_read_and_write_inside_their_tensors(monkeypatch, limit, se
     monkeypatch.setattr(tree, "LOGITS_A_ROUND", dict.fromkeys(tree.LOGITS_A_ROUND, limit))
     given = trees(1100, torch.bfloat16, seed, requests=4)
     arguments = (call if layout == "padded" else packed)(given, adjustments_of(given, kind))
-    if layout == "packed":  # rows of request 0 or 1, and the slot of request 2, are invalid
+    if layout == "packed":  # the rows of requests 0 and 1 and the slot of request 2 are invalid
         for name, at, wrong in (
             ("row_starts", 1, [HIGH, LOW, -3][seed % 3]),
             ("slots", 2, [HIGH, -1, 10**6][seed % 3]),
