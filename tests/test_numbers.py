@@ -179,7 +179,7 @@ def vllm() -> Iterator[str]:
     greedy = [cell["ratio_low"] for cell in real if cell["sampling"] == GREEDY]
     yield claim("| greedy requests on one GPU | no certain gain |", max(greedy) <= 1)
     few = [cell for cell in real if cell["requests"] <= 32 and cell["sampling"] == TOP_K]
-    yield f"| truncated requests, up to 32, a short step | {span(percent(few))} % more tokens |"
+    yield f"| top-k and top-p, up to 32 requests, a short step | {span(percent(few))} % more tokens |"
     large = [cell for sampling in (TOP_K, QWEN) for cell in cells("h100-serving", sampling=sampling, **LARGE)]
     yield f"{span(percent(large))} % more tokens"
     many = [cell for cell in real if cell["requests"] == 256]

@@ -280,8 +280,8 @@ try_it("5. block, solution", block)
 def walk(own, token_ids, parents):
     """Return the accepted nodes, and the emitted tokens: the tokens of these nodes and one more.
 
-    The target's own token is 7 after node 0, which is node 2; then 9, which is node 4; then 1, which is not a child of
-    node 4.
+    After node 0 the target's own token is 7, so node 2 is accepted; then 9: node 4; then 1, and node 4 has no such
+    child.
 
     >>> token_ids, parents = [0, 5, 7, 6, 9], [-1, 0, 0, 2, 2]
     >>> own = {0: 7, 2: 9, 4: 1}

@@ -2,7 +2,7 @@
 
 A step is two launches, read and emit. Truncation and the three launches of `block` verification come between them; the
 launch that lists likely tokens comes last. `read` reads the rows and stores 8 bytes of statistics for each block of 1,024
-logits. In a large batch it also decides, so that no row after a rejection is read. `emit` makes the remaining decisions,
+logits. In a large batch it also decides, so that few rows after a rejection are read. `emit` makes the remaining decisions,
 draws the token of each request from the statistics and a few blocks, and writes the output.
 
 | file | content |
@@ -34,7 +34,7 @@ draws the token of each request from the statistics and a few blocks, and writes
 
 | event | function |
 |---|---|
-| a draft is accepted or rejected | `probabilistic.accepts`, `strict.decide`: called as `policy.DECIDE` by `emit.emit_row` |
+| a draft is accepted or rejected | `probabilistic.decide`, `strict.decide`: called as `policy.DECIDE` by `emit.emit_row` |
 | ... in a large batch | as `policy.DECIDE` by `read.decide`: `probabilistic.accepts`, `strict.decide_while_reading` |
 | ... in `block` | `block.decide_without_reading`; open decisions, `block.decide_block` |
 | a logit is adjusted | `rows.load_raw`, `rows.load_logit`, `rows.adjusted_blocks`: they call `adjustments.adjusted` |

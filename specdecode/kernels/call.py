@@ -1,8 +1,8 @@
 """From a checked batch to a step: collect the values of a call, find or make its plan, run it.
 
 `verify` and `sample_rows` collect the tensors and numbers of a call by name. `run_step` adds the common ones and runs the
-plan of the step's structure, which is made once for calls of all sizes. The two tables of `specdecode.kernels` describe
-the launches and their files.
+plan of the step's structure, which is made once for calls of all sizes. The two tables of `specdecode.kernels` list the
+files, and the function of each event.
 """
 
 import functools
@@ -74,7 +74,7 @@ def verify(
             only the residuals that a decision needs. None: chosen by the number of rows.
         many: whether to search more blocks at once, in a small batch. None: chosen by the number of requests.
     """
-    if batch.kept_sets and batch.logprobs is None:  # log-probabilities make every row through the last token truncated
+    if batch.kept_sets and batch.logprobs is None:  # so that every row through the last token's is truncated
         with_logprobs = batch._replace(logprobs="processed")
         return verify(name, with_logprobs, schedule, large=large, many=many)._replace(logprobs=None)
     requests, num_draft_tokens = batch.num_requests, batch.num_draft_tokens

@@ -12,7 +12,7 @@ logit is published in the same way; the result is `invalid` unless this row come
 program to add its bits writes the rest. If the token is drawn after the decision, the bits of all rows are usually
 complete by then, and the program of the first rejected row writes everything without waiting for another program's
 writes. If the bits are not complete, this program writes its token early, sets the EARLY bit and exits, and the programs
-that complete the bits write the rest. (Always writing early was 2 to 8 % slower for 1 to 32 requests of `probabilistic`.)
+that see all bits write the rest. (Always writing early was 2 to 8 % slower for 1 to 32 requests of `probabilistic`.)
 Log-probabilities of accepted drafts are written before the bits are added and published with them, because the program
 that finishes sets those after the first rejected row to NaN.
 """

@@ -95,7 +95,7 @@ def plan_step(structure: Structure) -> Plan:
     inputs, outputs, sizes = inputs_in(structure), outputs_in(structure), sizes_in(structure)
     decide, overlaps = decision_while_reading(structure), can_overlap(structure.device)
     published, has_draft_rows = decide is not None, structure.draft is not None
-    # Programs that count each other start from zeros; otherwise the first launch clears the memory of the next ones.
+    # Where programs count each other, the state is zeroed before; otherwise `read` clears it for later launches.
     parts = workspace_parts(structure)
     plan = Plan(structure.device, definitions_in(structure), parts, zeros=parts["state"].length if published else "0")
     workspace = Workspace._make(
@@ -191,7 +191,7 @@ def add_reading(plan: Plan, structure: Structure, given: Given, decide: Any) -> 
         tiles=Symbol("tiles"),
         chunks=Symbol("chunks"),
         BLOCKS=READ_BLOCKS,
-        # Not where a program decides and reads both rows: it has no registers left. Without drafts it was slower.
+        # Not where a program decides and may read both rows: it has no registers left. Without drafts it was slower.
         INTEGER_MAX=has_drafts and not (decide is not None and has_draft_rows),
         KEEPS_RAW=structure.truncates,
         FLAT=flat,

@@ -162,7 +162,7 @@ def summarise(chunk, context, logsumexp, inputs, workspace, sizes, config):
 def may_matter(request, offset, inputs, workspace, sizes, DECIDES: tl.constexpr):
     """Return whether the row at an offset > 0 may still matter, given the rejections published so far."""
     if inputs.packing.row_starts_ptr is not None:
-        # No id is loaded: rows after an invalid id are rare; reading them is wasted work.
+        # No id is loaded: after an invalid id, which is rare, rows are read in vain.
         matters = offset <= request.num_drafts
     else:
         # Only the previous draft is loaded: counting the drafts in every program was slower.
