@@ -221,10 +221,8 @@ def evidence_of_vllm() -> Iterator[str]:
     real = [cells("h200-serving-real", requests=requests, **SMOLLM2) for requests in (1, 32, 256)]
     for requests in (1, 32, 256):
         which = {"requests": requests, **SMOLLM2}
-        yield row(str(requests), "ratio", *by_sampling("h200-serving-real", (*SAMPLINGS, MIN_P), ratio, **which))
-    for requests in (1, 32, 256):
-        which = {"requests": requests, **SMOLLM2}
         for first, name, show in (
+            (str(requests), "ratio", ratio),
             ("", "tokens", pair("vllm", "length", 2)),
             ("", "`_verify`", pair("vllm", "verify_device_us")),
         ):

@@ -332,16 +332,14 @@ def truncated_table(
 
 def adjustments_table(record: str) -> str:
     """Compare steps with kinds of adjustments, as `probabilistic / strict`."""
-    times: dict[str, dict[int, dict[str, str]]] = {}
-    for cell in cells(record, kind="adjustments"):
-        method, _, kind = cell.provider.partition(", ")
-        times.setdefault(kind, {}).setdefault(cell.count, {})[method] = device_time(cell.values) + cell.of_commit
-    counts = list(dict.fromkeys(count for by_count in times.values() for count in by_count))
-    rows = [
-        [kind, *[f"{by_count[count]['probabilistic']} / {by_count[count]['strict']}" for count in counts]]
-        for kind, by_count in times.items()
-    ]
-    return html_table(["Requests", *[f"{count:,}" for count in counts]], rows)
+    results = cells(record, kind="adjustments")
+    times = {(cell.provider, cell.count): device_time(cell.values) + cell.of_commit for cell in results}
+    found = []
+    for (provider, count), time in times.items():
+        method, _, kind = provider.partition(", ")
+        if method == "probabilistic":
+            found.append(((kind,), f"{count:,}", f"{time} / {times[f'strict, {kind}', count]}"))
+    return pivot(["Requests"], found)
 
 
 def packed_table(record: str) -> str:
