@@ -344,20 +344,15 @@ def adjustments_table(record: str) -> str:
 
 def packed_table(record: str) -> str:
     """Compare packed calls with the same calls padded."""
-    results = [cell for cell in cells(record, kind="packed") if cell.provider.endswith(", packed")]
-    padded = {
-        (cell.count, cell.drafts, cell.provider): device_time(cell.values) + cell.of_commit
-        for cell in cells(record, kind="packed")
-    }
-    results = [cell._replace(provider=cell.provider.removesuffix(", packed")) for cell in results]
-    columns = list(dict.fromkeys(shape(cell) for cell in results))
-    rows: dict[str, dict[str, str]] = {}
+    results = cells(record, kind="packed")
+    times = {(shape(cell), cell.provider): device_time(cell.values) + cell.of_commit for cell in results}
+    found = []
     for cell in results:
-        beside = padded[cell.count, cell.drafts, cell.provider]
-        content = f"{device_time(cell.values)}{cell.of_commit} ({beside})"
-        rows.setdefault(cell.title, {})[shape(cell)] = content
-    table = [[title, *[row.get(key, "") for key in columns]] for title, row in rows.items()]
-    return html_table(["Requests, drafts", *columns], table)
+        if cell.provider.endswith(", packed"):
+            padded = cell._replace(provider=cell.provider.removesuffix(", packed"))
+            content = f"{times[shape(cell), cell.provider]} ({times[shape(cell), padded.provider]})"
+            found.append(((padded.title,), shape(cell), content))
+    return pivot(["Requests, drafts"], found)
 
 
 def in_vllm_table(record: str, show: str = "device_us") -> str:
@@ -373,17 +368,18 @@ def in_vllm_table(record: str, show: str = "device_us") -> str:
 
 def truncation_in_vllm_table(record: str) -> str:
     """Compare truncated steps in vLLM's classes: a row for each number of requests and temperature, `ours / vLLM's`."""
-    rows: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    times: dict[tuple[str, ...], dict[str, str]] = {}
     for cell in cells(record, kind="truncation in vLLM"):
         provider, _, truncation = cell.provider.partition(", ")
-        row = rows.setdefault((f"{cell.count:,}", f"{cell.temperature:g}"), {})
-        row.setdefault(truncation, {})[provider] = shown(cell.values["device_us"]["median"]) + cell.of_commit
-    titles = list(dict.fromkeys(title for row in rows.values() for title in row))
-    pairs = [
-        [*key, *[f"{row[title]['probabilistic']} / {row[title]['vllm']}" for title in titles]]
-        for key, row in rows.items()
-    ]
-    return html_table(["Requests", "T", *titles], pairs)
+        of = times.setdefault((f"{cell.count:,}", f"{cell.temperature:g}", truncation), {})
+        of[provider] = shown(cell.values["device_us"]["median"]) + cell.of_commit
+    return pivot(
+        ["Requests", "T"],
+        [
+            (tuple(first), truncation, f"{of['probabilistic']} / {of['vllm']}")
+            for (*first, truncation), of in times.items()
+        ],
+    )
 
 
 def logprobs_table(record: str, method: str, kind: str = "log-probabilities") -> str:
